@@ -1,0 +1,116 @@
+"""What every backend can be asked, and the rules it keeps.
+
+A backend translates one vendor's library or kernel interface into the nouns of `model`. It lives in a worker
+process of its own; nothing else loads the vendor's library. All calls may block, so the worker makes them on
+one thread per device and never re-enters a call that has not returned.
+
+Rules that stay true in every backend:
+
+* `observe` reports what the device says now, never what was last written.
+* `apply` does exactly one step and returns when the device has taken it, or raises; it never retries for longer
+  than a few seconds, never touches another device's partitions (a hive- or node-wide mode names itself so), and
+  leaves a partial step in a state from which the same step, or its undo, can be applied again.
+* Between `quiesce(device)` and `resume(device)` the backend holds no handle, file or connection on that device.
+* Failures are raised as `BackendError` subclasses, once, with the vendor's own words in the message.
+* Identity never rests on an index; profiles and their names come from the driver.
+* A signal or fact that cannot be read is absent with a reason, never zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from alloy_agent.model import (
+    Capabilities,
+    DeviceEvent,
+    DeviceId,
+    Diagnosis,
+    Fact,
+    Observation,
+    Quality,
+    SignalSpec,
+    Step,
+)
+
+
+class SignalSink(Protocol):
+    """Where a sample goes: one slot per `SignalSpec`, in the order of `signal_specs`."""
+
+    def put(
+        self,
+        slot: int,
+        value: float,
+        quality: Quality = Quality.VALUE,
+        source_time_s: float | None = None,
+    ) -> None:
+        """Store one value. `source_time_s` is on `CLOCK_BOOTTIME`; None: the source has no clock."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One vendor's devices on this host."""
+
+    name: str
+
+    def capabilities(self) -> Capabilities:
+        """Return what this backend can do here. Never raises."""
+        ...
+
+    def discover(self) -> tuple[DeviceId, ...]:
+        """Return the ids of all devices, in a stable order. A device that cannot be opened is still listed.
+
+        Raises:
+            BackendError: The driver or library does not answer at all.
+        """
+        ...
+
+    def observe(self, device: DeviceId) -> Observation:
+        """Return the device, its partitions and its faults, read back now.
+
+        Raises:
+            DeviceLostError: The device has gone.
+            BackendError: The device answers with an error.
+        """
+        ...
+
+    def apply(self, step: Step) -> None:
+        """Do one step on one device.
+
+        Raises:
+            UnsupportedError, DeviceBusyError, DeviceLostError, NotPermittedError, BackendError.
+        """
+        ...
+
+    def quiesce(self, device: DeviceId) -> None:
+        """Let go of every handle on the device."""
+        ...
+
+    def resume(self, device: DeviceId) -> None:
+        """Allow handles on the device again."""
+        ...
+
+    def signal_specs(self, device: DeviceId) -> tuple[SignalSpec, ...]:
+        """Return the columns that `sample` fills for this device and its partitions of the moment."""
+        ...
+
+    def sample(self, device: DeviceId, sink: SignalSink) -> None:
+        """Read the fast signals of one device once. Must not sleep and should allocate nothing."""
+        ...
+
+    def wait_events(self, timeout_s: float) -> Sequence[DeviceEvent]:
+        """Block up to `timeout_s` for device events; called on a thread of its own. Empty on time-out."""
+        ...
+
+    def facts(self, device: DeviceId) -> tuple[Fact, ...]:
+        """Return what this device's checks need to see, read now, each with its method."""
+        ...
+
+    def diagnose(self) -> tuple[Diagnosis, ...]:
+        """Return what this host has and lacks for this vendor. Never raises."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; the backend is not used again."""
+        ...
