@@ -1,8 +1,11 @@
 """The taxonomy of failures, by what the caller can do about them.
 
-Every error that a person may see is one line that names the thing, the cause and the cure. `AlloyError`
-carries the three apart, so that logs keep them as fields and the command line prints them as one sentence.
-A broken invariant is a bug, not a condition: `InvariantError` is no `AlloyError`, so that no handler eats it.
+Every error that a person may see is one line that names the thing, the cause and the cure.
+`AlloyError`
+carries the three apart, so that logs keep them as fields and the command line prints them as one
+sentence.
+A broken invariant is a bug, not a condition: `InvariantError` is no `AlloyError`, so that no
+handler eats it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class DeviceLostError(BackendError):
 
 
 class DeviceStalledError(BackendError):
-    """A call on this device has not returned within its deadline; it is not entered again meanwhile."""
+    """A call on this device is past its deadline; it is not entered again meanwhile."""
 
 
 class NotPermittedError(BackendError):
@@ -56,7 +59,7 @@ class NotPermittedError(BackendError):
 
 
 class PlanImpossibleError(AlloyError):
-    """What is desired cannot exist; refused before hardware is touched, naming the conflicting specs."""
+    """What is desired cannot exist; refused before hardware is touched, naming the conflict."""
 
 
 class ApplyError(AlloyError):

@@ -1,12 +1,16 @@
 """The nouns of the agent as frozen values; no behaviour beyond validation.
 
-Everything that crosses a room, a queue or a process boundary is one of these. They encode to JSON and
-MessagePack through msgspec, so that a worker's answer, a stored row and a document on stdout are one type.
+Everything that crosses a room, a queue or a process boundary is one of these. They encode to JSON
+and
+MessagePack through msgspec, so that a worker's answer, a stored row and a document on stdout are
+one type.
 
 Rules that stay true in here:
 
-* Units stand last in a name: `_bytes`, `_s` (seconds, `CLOCK_BOOTTIME` unless the name says `wall`), `_ratio` (0 to 1).
-* A device is named by serial, UUID or bus address, never by index. A partition's identity is its location
+* Units stand last in a name: `_bytes`, `_s` (seconds, `CLOCK_BOOTTIME` unless the name says
+  `wall`), `_ratio` (0 to 1).
+* A device is named by serial, UUID or bus address, never by index. A partition's identity is its
+  location
   (`id`) together with its `generation`, since vendors re-use ids.
 * A number that could not be read is absent with a reason (`Quality`), never zero.
 * Collections are tuples; a value, once made, never changes.
@@ -20,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, NewType
 import msgspec
 
 DeviceId = NewType("DeviceId", str)
-PartitionId = NewType("PartitionId", str)  # "<device id>/<profile>@<start>", unique on the node at one moment
+# "<device id>/<profile>@<start>", unique on the node at one moment
+PartitionId = NewType("PartitionId", str)
 LeaseId = NewType("LeaseId", str)
 TenantId = NewType("TenantId", str)
 
@@ -34,7 +39,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Base of all nouns: frozen, compared by value, fields by name only."""
 
 
-# --- devices ---------------------------------------------------------------------------------------------
+# --- devices -------------------------------------------------------------------------------------
 
 
 class Vendor(StrEnum):
@@ -55,7 +60,8 @@ class Tier(StrEnum):
     ADVISORY = "advisory"
 
 
-TIER_ORDER: tuple[Tier, ...] = (Tier.HARD, Tier.ENFORCED, Tier.SOFT, Tier.ADVISORY)  # strongest first
+# strongest first
+TIER_ORDER: tuple[Tier, ...] = (Tier.HARD, Tier.ENFORCED, Tier.SOFT, Tier.ADVISORY)
 
 
 class Scope(StrEnum):
@@ -84,11 +90,13 @@ class Share(StrEnum):
     OPPORTUNISTIC = "opportunistic"
 
 
-class Placement(Value, order=True):
+class Placement(Value, frozen=True, kw_only=True, order=True):
     """Where a piece sits: `size` slices from slice `start` on.
 
-    A slice is the vendor's finest unit of placement: a MIG memory slice, an XCD, a NeuronCore, or an entry in
-    the device's list of physical CPU cores (`Device.units`). Memory slices of MIG are not compute slices.
+    A slice is the vendor's finest unit of placement: a MIG memory slice, an XCD, a NeuronCore, or
+    an entry in
+    the device's list of physical CPU cores (`Device.units`). Memory slices of MIG are not compute
+    slices.
     """
 
     start: int
@@ -108,11 +116,13 @@ class Placement(Value, order=True):
         return self.start < other.stop and other.start < self.stop
 
 
-class Profile(Value):
+class Profile(Value, frozen=True, kw_only=True):
     """A shape of piece that the device can make.
 
-    `memory_bytes` and `compute_units` (SMs, CUs, NeuronCores, CPU cores) are None where the driver does not
-    say. `max_count` bounds how many may exist at once. `vendor_ref` is the driver's own number for the profile,
+    `memory_bytes` and `compute_units` (SMs, CUs, NeuronCores, CPU cores) are None where the driver
+    does not
+    say. `max_count` bounds how many may exist at once. `vendor_ref` is the driver's own number for
+    the profile,
     opaque to everyone but its backend; `attributes` are the driver's suffixes (`me`, `gfx`).
     """
 
@@ -144,8 +154,8 @@ class ModeChange(StrEnum):
     PROCESS_START = "process_start"
 
 
-class Mode(Value):
-    """One switch of a device: what holds now, what is requested, what it can be, and how far a change reaches."""
+class Mode(Value, frozen=True, kw_only=True):
+    """One switch of a device: what holds, what is asked for, what it can be, how far it reaches."""
 
     kind: ModeKind
     current: str
@@ -155,7 +165,7 @@ class Mode(Value):
     scope: Scope = Scope.DEVICE
 
 
-class Link(Value):
+class Link(Value, frozen=True, kw_only=True):
     """A connection of this device to another, or to a CPU node (`peer` "numa:<n>")."""
 
     peer: str
@@ -164,7 +174,7 @@ class Link(Value):
     hops: int | None = None
 
 
-class TierLimit(Value):
+class TierLimit(Value, frozen=True, kw_only=True):
     """The best tier that one way of cutting this device can ever reach, and why not better."""
 
     way: str  # "mig", "whole", "cpx", "cores", "shared"
@@ -182,7 +192,7 @@ class Condition(StrEnum):
     FAILED = "failed"  # answers with an error
 
 
-class Device(Value):
+class Device(Value, frozen=True, kw_only=True):
     """A physical accelerator, or a NUMA node of the host's CPU, as its backend sees it now."""
 
     id: DeviceId
@@ -192,7 +202,8 @@ class Device(Value):
     scheme: Scheme
     slices: int
     slice_name: str
-    index: int = 0  # enumeration order of this moment; for `match: {index: n}` at plan time and for people only
+    # enumeration order of this moment; for `match: {index: n}` at plan time and for people only
+    index: int = 0
     simulated: bool = False
     condition: Condition = Condition.OK
     condition_reason: str = ""
@@ -203,23 +214,25 @@ class Device(Value):
     driver: str | None = None
     memory_bytes: int | None = None
     compute_units: int | None = None
-    units: tuple[int, ...] = ()  # slice n is unit units[n]; empty: slices and units are the same numbers
+    # slice n is unit units[n]; empty: slices and units are the same numbers
+    units: tuple[int, ...] = ()
     reserved_units: tuple[int, ...] = ()  # units kept for the system, not part of `units`
     profiles: tuple[Profile, ...] = ()
     modes: tuple[Mode, ...] = ()
     links: tuple[Link, ...] = ()
     tier_limits: tuple[TierLimit, ...] = ()
-    max_placement_sizes: tuple[int, ...] = ()  # CORES only: legal run lengths; empty means any
+    legal_sizes: tuple[int, ...] = ()  # CORES only: legal run lengths; empty means any
     fault_note: str = ""  # e.g. "63 of 64 partitions live"
 
 
-# --- partitions and layouts ------------------------------------------------------------------------------
+# --- partitions and layouts ----------------------------------------------------------------------
 
 
-class Access(Value):
+class Access(Value, frozen=True, kw_only=True):
     """What a tenant needs to be inside a partition, and nothing more.
 
-    `cgroup_procs` are absolute paths of `cgroup.procs` files to write the tenant's pid to, one per hierarchy.
+    `cgroup_procs` are absolute paths of `cgroup.procs` files to write the tenant's pid to, one per
+    hierarchy.
     `device_nodes` are absolute paths. `environment` is set for the tenant, `unset` removed from it.
     """
 
@@ -229,7 +242,7 @@ class Access(Value):
     unset: tuple[str, ...] = ()
 
 
-class PartitionSpec(Value):
+class PartitionSpec(Value, frozen=True, kw_only=True):
     """A piece that is wanted. `placement` is None while the planner may choose."""
 
     device: DeviceId
@@ -241,11 +254,13 @@ class PartitionSpec(Value):
     ordinal: int = 0  # tells apart shared partitions of one device
 
 
-class Partition(Value):
+class Partition(Value, frozen=True, kw_only=True):
     """A piece that exists, as read back from the device.
 
-    `incarnation` is opaque and differs whenever the piece was made anew (MIG UUID, cgroup inode and birth time);
-    `generation` is the agent's own count of incarnations at this location, given by the observer, 0 before that.
+    `incarnation` is opaque and differs whenever the piece was made anew (MIG UUID, cgroup inode
+    and birth time);
+    `generation` is the agent's own count of incarnations at this location, given by the observer,
+    0 before that.
     `locator` is for its backend alone.
     """
 
@@ -267,7 +282,7 @@ class Partition(Value):
     access: Access = Access()
 
 
-class SourceRef(Value):
+class SourceRef(Value, frozen=True, kw_only=True):
     """Where an entry was read: file and 1-based line."""
 
     file: str
@@ -277,8 +292,8 @@ class SourceRef(Value):
         return f"{self.file}:{self.line}"
 
 
-class DeviceLayout(Value):
-    """What one device shall look like. A mode that is not named stays as it is; `partitions` None likewise."""
+class DeviceLayout(Value, frozen=True, kw_only=True):
+    """What one device shall look like; modes that are not named, and None, stay as they are."""
 
     device: DeviceId
     modes: dict[ModeKind, str] = {}
@@ -286,7 +301,7 @@ class DeviceLayout(Value):
     source: SourceRef | None = None
 
 
-class Layout(Value):
+class Layout(Value, frozen=True, kw_only=True):
     """The desired state of the node; devices that are not named stay as they are."""
 
     name: str
@@ -294,10 +309,10 @@ class Layout(Value):
     digest: str = ""  # SHA-256 of the canonical JSON of the rest
 
 
-# --- plan ------------------------------------------------------------------------------------------------
+# --- plan ----------------------------------------------------------------------------------------
 
 
-class SetMode(Value, tag="set_mode"):
+class SetMode(Value, frozen=True, kw_only=True, tag="set_mode"):
     """Switch one mode of a device (or of its whole hive, by the mode's scope)."""
 
     device: DeviceId
@@ -306,21 +321,21 @@ class SetMode(Value, tag="set_mode"):
     wanted: str
 
 
-class Destroy(Value, tag="destroy"):
+class Destroy(Value, frozen=True, kw_only=True, tag="destroy"):
     """Remove one partition; `partition` is as observed when the plan was made."""
 
     device: DeviceId
     partition: Partition
 
 
-class Create(Value, tag="create"):
+class Create(Value, frozen=True, kw_only=True, tag="create"):
     """Make one partition; `spec.placement` is always set."""
 
     device: DeviceId
     spec: PartitionSpec
 
 
-class Configure(Value, tag="configure"):
+class Configure(Value, frozen=True, kw_only=True, tag="configure"):
     """Change the memory cap of a living partition in place; interrupts nobody."""
 
     device: DeviceId
@@ -331,7 +346,7 @@ class Configure(Value, tag="configure"):
 Step = SetMode | Destroy | Create | Configure
 
 
-class Interrupt(Value):
+class Interrupt(Value, frozen=True, kw_only=True):
     """Whom a step disturbs: "partition" X, "device" Y, "hive" Z or the "node"."""
 
     scope: Scope
@@ -339,7 +354,7 @@ class Interrupt(Value):
     why: str
 
 
-class PlannedStep(Value):
+class PlannedStep(Value, frozen=True, kw_only=True):
     """One step, what it interrupts, and how it is undone (`undo` None: it cannot be)."""
 
     number: int
@@ -348,7 +363,7 @@ class PlannedStep(Value):
     undo: Step | None = None
 
 
-class PlanCost(Value, order=True):
+class PlanCost(Value, frozen=True, kw_only=True, order=True):
     """What a plan costs, compared in this order; less is better."""
 
     leased_destroyed: int = 0
@@ -357,8 +372,8 @@ class PlanCost(Value, order=True):
     steps: int = 0
 
 
-class Plan(Value):
-    """Ordered steps from `observed_sequence` of boot `boot_id` to the layout; every state on the way is legal."""
+class Plan(Value, frozen=True, kw_only=True):
+    """Ordered steps from `observed_sequence` of boot `boot_id` to the layout, each state legal."""
 
     layout: Layout
     boot_id: str
@@ -369,10 +384,10 @@ class Plan(Value):
     notes: tuple[str, ...] = ()  # e.g. "pending until driver reload"
 
 
-# --- observation -----------------------------------------------------------------------------------------
+# --- observation ---------------------------------------------------------------------------------
 
 
-class DeviceFault(Value):
+class DeviceFault(Value, frozen=True, kw_only=True):
     """Something wrong with one device, now."""
 
     device: DeviceId
@@ -380,7 +395,7 @@ class DeviceFault(Value):
     reason: str
 
 
-class Observation(Value):
+class Observation(Value, frozen=True, kw_only=True):
     """One backend's answer for one device."""
 
     device: Device
@@ -388,7 +403,7 @@ class Observation(Value):
     faults: tuple[DeviceFault, ...] = ()
 
 
-class Owner(Value):
+class Owner(Value, frozen=True, kw_only=True):
     """Another manager of devices seen on this node."""
 
     name: str  # "kubelet device plug-in", "slurmd", "dcgm", ...
@@ -396,7 +411,7 @@ class Owner(Value):
     vendors: tuple[Vendor, ...] = ()  # empty: any
 
 
-class WorkerState(Value):
+class WorkerState(Value, frozen=True, kw_only=True):
     """How the process of one backend is doing."""
 
     backend: str
@@ -406,7 +421,7 @@ class WorkerState(Value):
     reason: str = ""
 
 
-class Snapshot(Value):
+class Snapshot(Value, frozen=True, kw_only=True):
     """The node as seen at one moment. Immutable; its age is `now - taken_at_s`."""
 
     boot_id: str
@@ -420,7 +435,7 @@ class Snapshot(Value):
     workers: tuple[WorkerState, ...] = ()
 
 
-class Diagnosis(Value):
+class Diagnosis(Value, frozen=True, kw_only=True):
     """One line of `doctor`: what was looked at, how it stands, and the cure when it is not well."""
 
     subject: str
@@ -430,7 +445,7 @@ class Diagnosis(Value):
     required: bool = False  # the agent cannot work without it
 
 
-class Capabilities(Value):
+class Capabilities(Value, frozen=True, kw_only=True):
     """What a backend can do on this host, with its library's version."""
 
     backend: str
@@ -443,7 +458,7 @@ class Capabilities(Value):
     notes: tuple[str, ...] = ()
 
 
-# --- signals and events ----------------------------------------------------------------------------------
+# --- signals and events --------------------------------------------------------------------------
 
 
 class Quality(StrEnum):
@@ -455,8 +470,9 @@ class Quality(StrEnum):
     STALE = "stale"
 
 
-class SignalSpec(Value):
-    """One column of the sampler: what is measured, of what, in which unit and how often the source renews it.
+class SignalSpec(Value, frozen=True, kw_only=True):
+    """One column of the sampler: what is measured, of what, in which unit and how often the source
+    renews it.
 
     `name` is the Prometheus name with its base unit last; `subject` a device id or a partition id.
     `counter` values only grow within one epoch of the source.
@@ -471,8 +487,8 @@ class SignalSpec(Value):
     refresh_period_s: float | None = None
 
 
-class Signal(Value):
-    """One measured value with its ages. `value` is None unless `quality` is VALUE (or STALE: the last one)."""
+class Signal(Value, frozen=True, kw_only=True):
+    """One measured value with its ages; None unless `quality` is VALUE (or STALE: the last one)."""
 
     spec: SignalSpec
     quality: Quality
@@ -482,7 +498,7 @@ class Signal(Value):
     reason: str = ""
 
 
-class DeviceEvent(Value):
+class DeviceEvent(Value, frozen=True, kw_only=True):
     """Something the device told us by itself: a fault code, a reset, a geometry change."""
 
     device: DeviceId
@@ -493,14 +509,16 @@ class DeviceEvent(Value):
     detail: str = ""
 
 
-# --- evidence and audit ----------------------------------------------------------------------------------
+# --- evidence and audit --------------------------------------------------------------------------
 
 
-class Fact(Value):
+class Fact(Value, frozen=True, kw_only=True):
     """One thing that was looked at: the raw material of checks.
 
-    `name` is dotted and documented by its collector (`cgroup.cpus_effective`); `value` is JSON; `method` says
-    how it was read (path, call), `resolution` how fine or how often. `quality` other than VALUE means absent.
+    `name` is dotted and documented by its collector (`cgroup.cpus_effective`); `value` is JSON;
+    `method` says
+    how it was read (path, call), `resolution` how fine or how often. `quality` other than VALUE
+    means absent.
     """
 
     subject: str
@@ -522,7 +540,7 @@ class Verdict(StrEnum):
     NOT_APPLICABLE = "not_applicable"
 
 
-class Judgement(Value):
+class Judgement(Value, frozen=True, kw_only=True):
     """One check's verdict on one subject, with what was expected, what was seen and how."""
 
     check: str  # stable id: "CPU-01"
@@ -536,7 +554,7 @@ class Judgement(Value):
     reason: str = ""
 
 
-class ResidualClass(Value):
+class ResidualClass(Value, frozen=True, kw_only=True):
     """A known attack or interference class that a tier does not close."""
 
     id: str
@@ -545,7 +563,7 @@ class ResidualClass(Value):
     source: str
 
 
-class PartitionReport(Value):
+class PartitionReport(Value, frozen=True, kw_only=True):
     """The tier of one partition, computed from its judgements, and all that stays open."""
 
     partition: Partition
@@ -556,7 +574,7 @@ class PartitionReport(Value):
     residual: tuple[str, ...] = ()  # ids of ResidualClass
 
 
-class AuditResult(Value):
+class AuditResult(Value, frozen=True, kw_only=True):
     """One complete audit. `verdict` is the worst: fail, else unknown, else pass."""
 
     node: str
@@ -575,7 +593,7 @@ class AuditResult(Value):
     mode: Literal["events", "polling", "once"] = "once"
 
 
-class Finding(Value):
+class Finding(Value, frozen=True, kw_only=True):
     """A verdict or a tier that changed."""
 
     check: str
@@ -590,28 +608,29 @@ class Finding(Value):
     time_wall_s: float
 
 
-# --- leases ----------------------------------------------------------------------------------------------
+# --- leases --------------------------------------------------------------------------------------
 
 
 class LeaseState(StrEnum):
-    """`free -> reserved -> committed -> releasing -> free`; a lease that is free no longer exists."""
+    """`free -> reserved -> committed -> releasing -> free`; a free lease no longer exists."""
 
     RESERVED = "reserved"
     COMMITTED = "committed"
     RELEASING = "releasing"
 
 
-class LeasedPiece(Value, order=True):
+class LeasedPiece(Value, frozen=True, kw_only=True, order=True):
     """One partition of a lease, at the generation it was granted."""
 
     partition: PartitionId
     generation: int
 
 
-class Lease(Value):
+class Lease(Value, frozen=True, kw_only=True):
     """A grant of partitions to a tenant until a deadline on this node's boot clock.
 
-    `expires_at_s` is None for a committed lease without an end. `token` is the fencing token: it only grows, over
+    `expires_at_s` is None for a committed lease without an end. `token` is the fencing token: it
+    only grows, over
     restarts and reboots too.
     """
 

@@ -1,17 +1,23 @@
 """What every backend can be asked, and the rules it keeps.
 
-A backend translates one vendor's library or kernel interface into the nouns of `model`. It lives in a worker
-process of its own; nothing else loads the vendor's library. All calls may block, so the worker makes them on
+A backend translates one vendor's library or kernel interface into the nouns of `model`. It lives
+in a worker
+process of its own; nothing else loads the vendor's library. All calls may block, so the worker
+makes them on
 one thread per device and never re-enters a call that has not returned.
 
 Rules that stay true in every backend:
 
 * `observe` reports what the device says now, never what was last written.
-* `apply` does exactly one step and returns when the device has taken it, or raises; it never retries for longer
-  than a few seconds, never touches another device's partitions (a hive- or node-wide mode names itself so), and
+* `apply` does exactly one step and returns when the device has taken it, or raises; it never
+  retries for longer
+  than a few seconds, never touches another device's partitions (a hive- or node-wide mode names
+  itself so), and
   leaves a partial step in a state from which the same step, or its undo, can be applied again.
-* Between `quiesce(device)` and `resume(device)` the backend holds no handle, file or connection on that device.
-* Failures are raised as `BackendError` subclasses, once, with the vendor's own words in the message.
+* Between `quiesce(device)` and `resume(device)` the backend holds no handle, file or connection on
+  that device.
+* Failures are raised as `BackendError` subclasses, once, with the vendor's own words in the
+  message.
 * Identity never rests on an index; profiles and their names come from the driver.
 * A signal or fact that cannot be read is absent with a reason, never zero.
 """
@@ -44,7 +50,7 @@ class SignalSink(Protocol):
         quality: Quality = Quality.VALUE,
         source_time_s: float | None = None,
     ) -> None:
-        """Store one value. `source_time_s` is on `CLOCK_BOOTTIME`; None: the source has no clock."""
+        """Store one value; `source_time_s` is boot time, None if the source has no clock."""
         ...
 
 
@@ -59,7 +65,9 @@ class Backend(Protocol):
         ...
 
     def discover(self) -> tuple[DeviceId, ...]:
-        """Return the ids of all devices, in a stable order. A device that cannot be opened is still listed.
+        """Return the ids of all devices, in a stable order.
+
+        A device that cannot be opened is still listed.
 
         Raises:
             BackendError: The driver or library does not answer at all.
@@ -92,7 +100,7 @@ class Backend(Protocol):
         ...
 
     def signal_specs(self, device: DeviceId) -> tuple[SignalSpec, ...]:
-        """Return the columns that `sample` fills for this device and its partitions of the moment."""
+        """Return the columns that `sample` fills for this device and its present partitions."""
         ...
 
     def sample(self, device: DeviceId, sink: SignalSink) -> None:
@@ -100,7 +108,7 @@ class Backend(Protocol):
         ...
 
     def wait_events(self, timeout_s: float) -> Sequence[DeviceEvent]:
-        """Block up to `timeout_s` for device events; called on a thread of its own. Empty on time-out."""
+        """Block up to `timeout_s` for device events, on a thread of its own; empty on time-out."""
         ...
 
     def facts(self, device: DeviceId) -> tuple[Fact, ...]:
