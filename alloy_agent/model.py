@@ -471,8 +471,7 @@ class Quality(StrEnum):
 
 
 class SignalSpec(Value, frozen=True, kw_only=True):
-    """One column of the sampler: what is measured, of what, in which unit and how often the source
-    renews it.
+    """One column of the sampler: what is measured, of what, in which unit, how often it is renewed.
 
     `name` is the Prometheus name with its base unit last; `subject` a device id or a partition id.
     `counter` values only grow within one epoch of the source.
