@@ -1,0 +1,144 @@
+"""Strict typed YAML and JSON: every error is one line with file, line, path, cause and cure.
+
+The readers of settings, layouts and documents stand on this room; it knows none of their schemas.
+Input is
+untrusted: it is bounded before it is built, and nothing but a `ConfigError` ever leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path as FilePath
+from typing import Any, TypeVar
+
+from alloy_agent.decoding.convert import convert, nearest, unknown_name
+from alloy_agent.decoding.tree import (
+    SIZE_MAX_BYTES,
+    Located,
+    check_text,
+    located_error,
+    parse_yaml,
+    path_text,
+    scalar_of,
+)
+from alloy_agent.decoding.units import (
+    GIB,
+    MIB,
+    TIB,
+    duration,
+    duration_seconds,
+    format_bytes,
+    size,
+    size_bytes,
+)
+from alloy_agent.errors import ConfigError
+
+__all__ = [
+    "GIB",
+    "MIB",
+    "SIZE_MAX_BYTES",
+    "TIB",
+    "Located",
+    "convert",
+    "decode_json",
+    "decode_yaml",
+    "duration",
+    "duration_seconds",
+    "format_bytes",
+    "located_error",
+    "nearest",
+    "parse_yaml",
+    "path_text",
+    "read_text",
+    "scalar_of",
+    "size",
+    "size_bytes",
+    "unknown_name",
+]
+
+T = TypeVar("T")
+
+
+def decode_yaml(text: str, type_: type[T], file: str) -> T:
+    """Return a YAML text as a value of `type_`.
+
+    Raises:
+        ConfigError: "file:line: path: cause" with the cure.
+    """
+    return convert(parse_yaml(text, file), type_)
+
+
+def decode_json(text: str, type_: type[T], file: str) -> T:
+    """Return a JSON text as a value of `type_`; a key that stands twice is refused.
+
+    Raises:
+        ConfigError: "file:line: path: cause" with the cure.
+    """
+    check_text(text, file)
+    import json  # noqa: PLC0415 - as light as the caller needs
+
+    import msgspec  # noqa: PLC0415
+
+    try:
+        plain = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError as exc:
+        raise ConfigError(f"{file}: nested too deeply", cure="flatten it") from exc
+    except json.JSONDecodeError as exc:
+        raise ConfigError(
+            f"{file}:{exc.lineno}: not JSON, {exc.msg}", cure="correct it there"
+        ) from exc
+    except ValueError as exc:
+        raise ConfigError(f"{file}: {exc}", cure="correct the value") from exc
+    try:
+        return msgspec.convert(plain, type_)
+    except (msgspec.ValidationError, RecursionError) as exc:
+        # JSON is nearly all YAML: read it again with lines, which raises the same complaint with
+        # its place.
+        convert(parse_yaml(text.expandtabs(1), file), type_)
+        raise ConfigError(f"{file}: {exc}", cure="correct the value") from exc
+
+
+def read_text(path: FilePath | str) -> str:
+    """Return the text of a file ("/dev/stdin" and pipes too), bounded and UTF-8.
+
+    Raises:
+        ConfigError: It is missing, unreadable, too large or no UTF-8.
+    """
+    try:
+        with FilePath(path).open("rb") as stream:
+            raw = stream.read(SIZE_MAX_BYTES + 1)
+    except OSError as exc:
+        cures = {
+            errno.ENOENT: "check the path",
+            errno.EACCES: "run as root, or give this user read access",
+            errno.EISDIR: "name a file in it",
+        }
+        cause = (exc.strerror or str(exc)).lower()
+        cure = cures.get(exc.errno or 0, "check the path")
+        raise ConfigError(f"{path}: cannot be read, {cause}", cure=cure) from exc
+    except ValueError as exc:
+        raise ConfigError(f"{str(path)!r}: not a path, {exc}", cure="check the path") from exc
+    if len(raw) > SIZE_MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {SIZE_MAX_BYTES} bytes", cure="split the file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        line = raw.count(b"\n", 0, exc.start) + 1
+        raise ConfigError(
+            f"{path}:{line}: byte 0x{raw[exc.start]:02x} is no UTF-8", cure="save the file as UTF-8"
+        ) from exc
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key '{key[:60]}' stands twice in one object")
+            seen.add(key)
+    return mapping
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no finite number")
