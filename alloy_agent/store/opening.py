@@ -1,0 +1,234 @@
+"""From a state directory to an open, checked and migrated database, or to the reason why not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alloy_agent.errors import StoreCorruptError, StoreError
+from alloy_agent.store import files, schema
+from alloy_agent.store.database import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+NAME = "state.db"
+UNSCANNED = ("outbox",)  # checked as it is read; the only table that may be large
+
+# Rows that only ever protect: they make the agent refuse, fence or recognise its own. What tells it
+# to act (the desired layout, unfinished runs) is never taken out of a damaged file, since a good
+# row may be an old one.
+PROTECTIVE = ("generations", "managed", "leases", "bindings")
+
+Salvage = dict[str, list[tuple[Any, ...]]]
+
+
+def open_writer(path: Path) -> sqlite3.Connection:
+    """Return the one writing connection to a whole and current database, made where it is missing.
+
+    Raises:
+        StoreCorruptError: What is there cannot be trusted.
+        StoreError: It is of a newer version, of another program, or the disk refuses.
+    """
+    files.claim_file(path)
+    con: sqlite3.Connection | None = None
+    try:
+        con = connect(path.as_uri())
+        inspect(con, path)
+        con.execute("PRAGMA journal_mode = WAL")
+        con.execute("PRAGMA synchronous = FULL")
+        con.execute("PRAGMA wal_autocheckpoint = 256")
+        con.execute("PRAGMA journal_size_limit = 4194304")
+        _keep_before_migration(con, path)
+        schema.migrate(con)
+        files.sync_directory(path.parent)
+    except sqlite3.Error as exc:
+        _close(con)
+        raise files.sqlite_failure(exc, path) from exc
+    except (StoreError, OSError) as exc:
+        _close(con)
+        if isinstance(exc, OSError):
+            raise files.os_failure(exc, path) from exc
+        raise
+    return con
+
+
+def _close(con: sqlite3.Connection | None) -> None:
+    if con is not None:
+        with contextlib.suppress(sqlite3.Error):
+            con.close()
+
+
+def inspect(con: sqlite3.Connection, path: Path) -> None:
+    """Raise unless the database is ours, whole, and of a version that this program knows."""
+    (application,) = con.execute("PRAGMA application_id").fetchone()
+    tables = {
+        name for (name,) in con.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
+    version = schema.version_of(con)
+    if not tables and version == 0 and application == 0:
+        return
+    if application != schema.APPLICATION_ID:
+        if "meta" in tables and "generations" in tables:
+            raise files.corrupt(path, "its header is not as it was written")
+        raise StoreError(
+            f"state {path}: it is the database of another program",
+            cure="give --state-dir a directory of the agent's own",
+        )
+    _check_version(con, path, version)
+    findings = [row[0] for row in con.execute("PRAGMA quick_check(1)")]
+    if findings != ["ok"]:
+        raise files.corrupt(path, str(findings[0]).replace("\n", " "))
+    missing = [name for name in schema.TABLES if name not in tables]
+    if missing and version >= len(schema.MIGRATIONS):
+        raise files.corrupt(path, f"table {missing[0]} is missing")
+    _check_rows(con, path, tables)
+
+
+def _check_version(con: sqlite3.Connection, path: Path, version: int) -> None:
+    known = len(schema.MIGRATIONS)
+    row = con.execute("SELECT * FROM meta WHERE key = 'schema_version'").fetchone()
+    if row is None or not schema.sealed("meta", row) or row[1] != str(version):
+        raise files.corrupt(path, f"it claims version {version} without proof")
+    if version > known:
+        raise StoreError(
+            f"state {path}: version {version} is newer than this agent's {known}",
+            cure="run the agent that wrote it or a later one, or use another --state-dir",
+        )
+
+
+def _check_rows(con: sqlite3.Connection, path: Path, tables: set[str]) -> None:
+    for table in schema.TABLES:
+        if table in UNSCANNED or table not in tables:
+            continue
+        for row in con.execute(f"SELECT * FROM {table}"):  # noqa: S608 (names from schema.py)
+            if not schema.sealed(table, row):
+                raise files.corrupt(path, f"a row of {table} is not as it was written")
+
+
+def _keep_before_migration(con: sqlite3.Connection, path: Path) -> None:
+    """Keep a copy of an older database, so that going back to the older agent stays possible."""
+    version = schema.version_of(con)
+    copy = path.with_name(f"{path.name}.v{version}")
+    if 0 < version < len(schema.MIGRATIONS) and not copy.exists():
+        con.execute("VACUUM INTO ?", (str(copy),))
+        copy.chmod(0o600)
+
+
+# --- reading only ---
+
+
+def open_copy(path: Path) -> sqlite3.Connection:
+    """Return a copy in memory of the database at one moment; empty where there is none.
+
+    Raises:
+        StoreCorruptError, StoreError: As `open_writer`.
+    """
+    memory = connect("file::memory:")
+    try:
+        if path.exists():
+            with _source(path) as source:
+                inspect(source, path)
+                source.backup(memory)
+        schema.migrate(memory)
+    except sqlite3.Error as exc:
+        memory.close()
+        raise files.sqlite_failure(exc, path) from exc
+    except (StoreError, OSError) as exc:
+        memory.close()
+        if isinstance(exc, OSError):
+            raise files.os_failure(exc, path) from exc
+        raise
+    return memory
+
+
+@contextlib.contextmanager
+def _source(path: Path) -> Iterator[sqlite3.Connection]:
+    """Lend a reading connection, whatever the directory allows.
+
+    SQLite reads a write-ahead log only where it can make or find the shared index beside it. On a
+    read-only disk after an unclean stop there is a log and no way to index it in place, so both are
+    copied elsewhere first.
+    """
+    con = connect(path.as_uri() + "?mode=ro")
+    try:
+        try:
+            con.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError as exc:
+            if exc.sqlite_errorcode & 0xFF not in (
+                sqlite3.SQLITE_CANTOPEN,
+                sqlite3.SQLITE_READONLY,
+            ):
+                raise
+            con.close()
+            with path.open("rb"):  # a refusal here is the true reason
+                pass
+        else:
+            yield con
+            return
+    finally:
+        con.close()
+    with tempfile.TemporaryDirectory(prefix="alloy-state-") as folder:
+        for suffix in ("", "-wal"):
+            part = path.with_name(path.name + suffix)
+            if part.exists():
+                shutil.copyfile(part, Path(folder) / (NAME + suffix))
+        with contextlib.closing(connect((Path(folder) / NAME).as_uri())) as copy:
+            yield copy
+
+
+# --- damage ---
+
+
+def salvage(path: Path) -> Salvage:
+    """Return the rows of a damaged database that are as they were written and can only protect."""
+    found: Salvage = {table: [] for table in PROTECTIVE}
+    try:
+        with tempfile.TemporaryDirectory(prefix="alloy-state-") as folder:
+            for suffix in ("", "-wal"):
+                part = path.with_name(path.name + suffix)
+                if part.exists():
+                    shutil.copyfile(part, Path(folder) / (NAME + suffix))
+            with contextlib.closing(connect((Path(folder) / NAME).as_uri())) as con:
+                for table in PROTECTIVE:
+                    with contextlib.suppress(sqlite3.Error):
+                        # Row by row: a broken page ends the table, and what came before it counts.
+                        for row in con.execute(f"SELECT * FROM {table}"):  # noqa: S608
+                            if schema.sealed(table, row):
+                                found[table].append(row)
+    except (OSError, sqlite3.Error) as exc:
+        log.warning("state_salvage_failed", extra={"path": str(path), "reason": str(exc)})
+    return found
+
+
+def rebuild(path: Path) -> tuple[sqlite3.Connection, Path]:
+    """Keep the damaged database aside and return a new one, with where the old one is now."""
+    rows = salvage(path)
+    kept = files.keep_aside(path)
+    con = open_writer(path)
+    refill(con, rows)
+    log.error(
+        "state_rebuilt",
+        extra={"path": str(path), "kept_aside": str(kept), "rows": sum(map(len, rows.values()))},
+    )
+    return con, kept
+
+
+def refill(con: sqlite3.Connection, rows: Salvage) -> None:
+    """Put salvaged rows into a new database."""
+    con.execute("BEGIN IMMEDIATE")
+    for table, found in rows.items():
+        for row in found:
+            marks = ", ".join("?" * len(row))
+            con.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
+    con.execute("COMMIT")
+
+
+__all__ = ["StoreCorruptError", "open_copy", "open_writer", "rebuild", "refill", "salvage"]
