@@ -149,7 +149,7 @@ class Cgroup:
         limit, both = f"{folder}/memory.limit_in_bytes", f"{folder}/memory.memsw.limit_in_bytes"
         files = [limit, both] if self._fs.exists(both) else [limit]
         # memory and swap together may never be below memory alone: raise that one first
-        if self._number(both, default=0) < memory_bytes:
+        if self._number(both, default=NO_LIMIT_V1) < memory_bytes:
             files.reverse()
         for file in files:
             self._fs.write(file, str(memory_bytes))
