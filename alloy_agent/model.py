@@ -208,6 +208,7 @@ class Device(Value, frozen=True, kw_only=True):
     condition: Condition = Condition.OK
     condition_reason: str = ""
     bus: str | None = None  # "0000:1a:00.0", lower case
+    pci_id: str | None = None  # device then vendor, as drivers print it: "0x20b010de", lower case
     serial: str | None = None
     numa_node: int | None = None
     hive: str | None = None
