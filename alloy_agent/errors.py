@@ -66,6 +66,14 @@ class ApplyError(AlloyError):
     """A plan stopped part way; the message holds the exact difference that remains."""
 
 
+class StalePlanError(ApplyError):
+    """The node is no longer as it was when the plan was made; nothing was touched, plan again."""
+
+
+class ConsentError(ApplyError):
+    """A plan interrupts somebody and nobody agreed to it; nothing was touched."""
+
+
 class LeaseRefusedError(AlloyError):
     """A lease command was refused; the ledger is unchanged."""
 

@@ -385,6 +385,32 @@ class Plan(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # e.g. "pending until driver reload"
 
 
+class StepReport(Value, frozen=True, kw_only=True):
+    """What became of one step of a run; also told as progress while it is running."""
+
+    number: int
+    step: Step
+    state: Literal["running", "done", "pending", "failed", "waiting"]
+    undo: bool = False  # the step takes an earlier one back
+    error: str = ""
+    duration_s: float = 0.0
+    attempts: int = 1
+
+
+class ApplyReport(Value, frozen=True, kw_only=True):
+    """What became of a plan. Everything but `applied`, `unchanged` and `pending` is a failure."""
+
+    outcome: Literal[
+        "applied", "unchanged", "pending", "rolled_back", "stopped", "stuck", "abandoned"
+    ]
+    layout: str
+    run: int | None = None
+    steps: tuple[StepReport, ...] = ()
+    error: str = ""
+    pending: tuple[str, ...] = ()  # what waits for a reset, a reload or a command, and why
+    remaining: tuple[str, ...] = ()  # the exact difference that is left
+
+
 # --- observation ---------------------------------------------------------------------------------
 
 
