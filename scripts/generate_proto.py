@@ -1,11 +1,13 @@
-"""Regenerate `alloy_agent/proto` from `proto/`, or check that it is current and backward compatible.
+"""Regenerate `alloy_agent/proto` from `proto/`, or check that it is current and compatible.
 
-The committed descriptor set (`proto/alloy.agent.v1.binpb`) is the contract that is out there. `--check` fails when the
-generated code differs from the sources, or when the sources break that contract. A normal run refuses to
-overwrite the descriptor set with an incompatible one unless `--break` is given.
+The committed descriptor set (`proto/alloy.agent.v1.binpb`) is the contract that is out there.
+`--check` fails when the generated code differs from the sources, or when the sources break that
+contract. A normal run refuses to overwrite the descriptor set with an incompatible one unless
+`--break` is given.
 
-Generated modules carry guards that tie them to the exact versions of protoc and grpcio that made them. The project
-supports older runtimes (tests run on the oldest), so the guards are cut out; everything else is left as it is.
+Generated modules carry guards that tie them to the exact versions of protoc and grpcio that made
+them. The project supports older runtimes (tests run on the oldest), so the guards are cut out;
+everything else is left as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from google.protobuf import descriptor_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "proto"
@@ -84,15 +88,14 @@ def _localised(text: str) -> str:
     )
     text = re.sub(r"^import warnings\n", "", text, flags=re.M)
     return re.sub(
-        r"^GRPC_GENERATED_VERSION = .*\n(?:.*\n)*?^if _version_not_supported:\n(?:    .*\n|        .*\n)*",
+        r"^GRPC_GENERATED_VERSION = .*\n(?:.*\n)*?^if _version_not_supported:\n"
+        r"(?:    .*\n|        .*\n)*",
         "", text, flags=re.M,
     )  # fmt: skip
 
 
 def _incompatibilities(fresh: Path) -> list[str]:
     """Return what the new descriptors break of the committed ones."""
-    from google.protobuf import descriptor_pb2
-
     if not DESCRIPTORS.exists():
         return []
     old = descriptor_pb2.FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
@@ -101,10 +104,11 @@ def _incompatibilities(fresh: Path) -> list[str]:
 
 
 def breaking_changes(old: object, new: object) -> list[str]:
-    """Return one line for each thing that `new` takes from or changes in `old` (FileDescriptorSets).
+    """Return one line for each thing that `new` takes from `old` (both FileDescriptorSets).
 
-    Breaking is: a message, enum, service or method that is gone or has another type; a field whose number, type,
-    label, name or oneof changed; a field or value that is gone without its number being reserved.
+    Breaking is: a message, enum, service or method that is gone or has another type; a field
+    whose number, type, label, name or oneof changed; a field or value that is gone without its
+    number being reserved.
     """
     before, after = _flatten(old), _flatten(new)
     problems = []
@@ -121,7 +125,7 @@ def breaking_changes(old: object, new: object) -> list[str]:
 
 
 def _flatten(files: object) -> dict[str, str]:
-    """Return every name of the contract with its shape; reserved numbers stand in for removed fields."""
+    """Return every name of the contract with its shape; a reserved number has one too."""
     shapes: dict[str, str] = {}
     for file in files.file:  # type: ignore[attr-defined]
         for message in file.message_type:
@@ -141,10 +145,11 @@ def _flatten_message(prefix: str, message: object, shapes: dict[str, str]) -> No
     """Add one message, its fields and everything nested in it."""
     shapes[prefix] = "message"
     for field in message.field:  # type: ignore[attr-defined]
-        oneof = message.oneof_decl[field.oneof_index].name if field.HasField("oneof_index") else ""  # type: ignore[attr-defined]
-        shapes[f"{prefix}#{field.number}"] = (
-            f"{field.name} type {field.type} {field.type_name} label {field.label} {oneof}".strip()
-        )
+        oneof = ""
+        if field.HasField("oneof_index"):
+            oneof = message.oneof_decl[field.oneof_index].name  # type: ignore[attr-defined]
+        kind = f"{field.type} {field.type_name} label {field.label}"
+        shapes[f"{prefix}#{field.number}"] = f"{field.name} type {kind} {oneof}".strip()
     for span in message.reserved_range:  # type: ignore[attr-defined]
         for number in range(span.start, span.end):
             shapes[f"{prefix}#{number}!"] = "reserved"

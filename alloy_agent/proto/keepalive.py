@@ -1,11 +1,13 @@
 """What both ends of a stream agree on, in one place: keepalive, limits and the hint keys.
 
-A client that pings more often than the server allows is sent away with GOAWAY "too_many_pings": the server of
-gRPC core tolerates one ping per 300 s by default, and none without a call. So the two sides are one table here,
-and `MIN_PING_INTERVAL_MS` is less than `PING_INTERVAL_MS` by a margin for timer skew.
+A client that pings more often than the server allows is sent away with GOAWAY "too_many_pings":
+the server of gRPC core tolerates one ping per 300 s by default, and none without a call. So the
+two sides are one table here, and `MIN_PING_INTERVAL_MS` is less than `PING_INTERVAL_MS` by a
+margin for timer skew.
 
-An agent must also live with a brain behind a proxy that has the defaults. The client side of gRPC core doubles its
-interval when it is told so; the application heartbeat (`HEARTBEAT_S`) then finds a dead peer.
+An agent must also live with a brain behind a proxy that has the defaults. The client side of gRPC
+core doubles its interval when it is told so; the application heartbeat (`HEARTBEAT_S`) then finds
+a dead peer.
 
 Source: gRPC core `doc/keepalive.md` and `grpc_types.h` (argument names and defaults).
 """
@@ -13,9 +15,7 @@ Source: gRPC core `doc/keepalive.md` and `grpc_types.h` (argument names and defa
 from __future__ import annotations
 
 PING_INTERVAL_MS = 20_000
-PING_TIMEOUT_MS = (
-    10_000  # a peer that does not answer for so long is gone: half-open connections end
-)
+PING_TIMEOUT_MS = 10_000  # a peer that does not answer for so long is gone
 MIN_PING_INTERVAL_MS = 10_000
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 HEARTBEAT_S = 5.0  # the agent sends something at least this often, unless Welcome says otherwise
