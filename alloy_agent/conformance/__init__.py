@@ -1,0 +1,1 @@
+"""Proof of isolation: facts, judgements, tiers, evidence and reports."""

@@ -1,0 +1,1 @@
+"""Measurements of what design promises; each prints one JSON document."""
