@@ -1,0 +1,73 @@
+"""`alloy-agent plan`: the ordered steps from what is to what a layout wants; changes nothing."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from alloy_agent.cli import output
+from alloy_agent.cli.output import Column
+
+if TYPE_CHECKING:
+    from alloy_agent.daemon.documents import PlanDocument
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("plan", help="show the steps to a layout; change nothing")
+    parser.add_argument("file", metavar="FILE", help="layout file, mig-parted file or /dev/stdin")
+    parser.add_argument("--layout", metavar="NAME", help="which layout of the file")
+    parser.add_argument("--json", action="store_true", help="print the document")
+    parser.add_argument("--exit-code", action="store_true", help="exit with 1 if there are steps")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: Namespace) -> int:
+    """Print the plan."""
+    from alloy_agent.cli.sources import open_node, read_text
+    from alloy_agent.daemon.api import LayoutRequest
+
+    text = read_text(arguments.file)
+    request = LayoutRequest(text=text, file=arguments.file, layout=arguments.layout)
+    with open_node(arguments) as node:
+        document = node.plan(request)
+    if arguments.json:
+        output.write_json(document)
+    else:
+        show(document)
+    return 1 if arguments.exit_code and document.steps else 0
+
+
+def show(document: PlanDocument) -> None:
+    """Print a plan for people."""
+    if not document.steps:
+        output.write(f"layout {document.layout}: nothing to do")
+    else:
+        columns = (
+            Column("#", right=True),
+            Column("STEP", flexible=True),
+            Column("INTERRUPTS", flexible=True),
+            Column("UNDO"),
+        )
+        rows = [
+            (
+                str(step.number),
+                step.text,
+                "; ".join(f"{i.scope} {i.subject}: {i.why}" for i in step.interrupts) or "-",
+                "yes" if step.reversible else "no",
+            )
+            for step in document.steps
+        ]
+        output.table(columns, rows)
+        output.write(summary(document))
+    for line in document.notes:
+        output.paragraph(f"note: {line}", "  ")
+
+
+def summary(document: PlanDocument) -> str:
+    """Return one line: how many steps, what is kept, destroyed and interrupted."""
+    cost = document.cost
+    return (
+        f"layout {document.layout}: {len(document.steps)} steps, keeps {len(document.kept)} "
+        f"partitions, destroys {cost.destroyed}, interrupts {cost.interrupted_devices} devices"
+    )

@@ -1,0 +1,120 @@
+"""Where a command's answers come from: the files it is given, and the node that it asks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from alloy_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from alloy_agent.config import Settings
+    from alloy_agent.daemon.api import NodeApi
+
+MAX_FILE_BYTES = 4 << 20
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file argument; `/dev/stdin` works.
+
+    Raises:
+        ConfigError: It cannot be read, is no UTF-8, or is too large to be what it should be.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as exc:
+        reason = (exc.strerror or str(exc)).lower()
+        raise ConfigError(f"{path}: {reason}", cure="name a readable file") from exc
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: larger than 4 MiB", cure="name a layout file")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"{path}: not UTF-8 at byte {exc.start}", cure="save the file as UTF-8 text"
+        ) from exc
+
+
+def write_file(path: str, body: str | bytes) -> None:
+    """Write a report to `path`, replacing it whole.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    data = body.encode() if isinstance(body, str) else body
+    target = Path(path)
+    try:
+        if target.exists() and not target.is_file():  # /dev/stdout, a pipe
+            with target.open("wb") as stream:
+                stream.write(data)
+            return
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        scratch.write_bytes(data)
+        scratch.replace(target)
+    except OSError as exc:
+        reason = (exc.strerror or str(exc)).lower()
+        raise ConfigError(f"{path}: {reason}", cure="name a path that can be written") from exc
+
+
+def require_root(action: str) -> None:
+    """Refuse an action that only root can do.
+
+    Raises:
+        ConfigError: The effective user is not root.
+    """
+    if os.geteuid() != 0:
+        raise ConfigError(
+            f"{action} needs root, and this is user {os.geteuid()}",
+            cure="run it with sudo, or as root",
+        )
+
+
+def settings_of(arguments: Namespace) -> Settings:
+    """Return the settings: defaults, then the file, then the environment, then the options given.
+
+    Raises:
+        ConfigError: The file, a variable or an option is wrong.
+    """
+    from alloy_agent.config import find_config, read_settings
+
+    given: dict[str, object] = {}
+    if arguments.state_dir:
+        given["state_dir"] = str(Path(arguments.state_dir).absolute())
+    if arguments.fake:
+        given["fake"] = tuple(arguments.fake)
+    if arguments.log_level:
+        given["log.level"] = arguments.log_level
+    if arguments.log_format:
+        given["log.format"] = arguments.log_format
+    return read_settings(find_config(arguments.config, os.environ), os.environ, given)
+
+
+@contextmanager
+def open_node(arguments: Namespace, *, write: bool = False) -> Iterator[NodeApi]:
+    """Give the daemon of this host if one answers, else a node of our own for one command.
+
+    `write` opens the state for writing, which one process at a time can.
+    """
+    from alloy_agent.daemon.remote import find_daemon
+
+    settings = settings_of(arguments)
+    daemon = find_daemon(settings)
+    if daemon is not None:
+        with daemon:
+            yield daemon
+        return
+    from alloy_agent.daemon.node import Node
+
+    with Node(settings, write=write) as node:
+        yield node
+
+
+def is_piped() -> bool:
+    """Whether nobody is there to answer a question."""
+    return not (sys.stdin.isatty() and sys.stderr.isatty())

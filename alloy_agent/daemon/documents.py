@@ -1,0 +1,352 @@
+"""The JSON documents of the agent: what commands print and what the local socket carries.
+
+One document type per command, made by pure functions from the nouns of `model`. The command line
+prints its tables from these and from nothing else, so that what a person sees and what a program
+reads never differ.
+
+Rules that stay true in here:
+
+* Every document carries `schema`, "alloy.<name>/v1"; fields are added, never renamed or removed.
+* A document is complete: it names the node, the boot and the snapshot that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from alloy_agent.conformance.evidence.verify import VerifyReport
+from alloy_agent.model import (
+    Access,
+    ApplyReport,
+    AuditResult,
+    Configure,
+    Create,
+    Destroy,
+    Device,
+    DeviceFault,
+    Diagnosis,
+    Interrupt,
+    Json,
+    Owner,
+    Partition,
+    PartitionId,
+    Plan,
+    PlanCost,
+    PlannedStep,
+    Scope,
+    SetMode,
+    Snapshot,
+    Step,
+    TenantId,
+    Tier,
+    Value,
+    Verdict,
+    WorkerState,
+)
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+class PartitionEntry(Value, frozen=True, kw_only=True):
+    """One partition as `devices --json` lists it.
+
+    `tier` is what evidence proves now, None where nothing was audited; `share` is how the piece is
+    held.
+    """
+
+    id: PartitionId
+    profile: str
+    tier: Tier | None
+    tier_reason: str
+    tenant: TenantId | None
+    generation: int
+    share: str
+    start: int
+    size: int
+    units: tuple[int, ...]
+    uuid: str | None
+    memory_bytes: int | None
+    compute_units: int | None
+    managed: bool
+    simulated: bool
+    device_nodes: tuple[str, ...]
+
+
+class DevicesDocument(Value, frozen=True, kw_only=True):
+    """`devices --json`. An entry of `devices` is a `model.Device` with its `partitions`."""
+
+    node: str
+    boot_id: str
+    sequence: int
+    age_s: float
+    taken_wall_s: float
+    devices: tuple[dict[str, Json], ...]
+    owners: tuple[Owner, ...] = ()
+    workers: tuple[WorkerState, ...] = ()
+    faults: tuple[DeviceFault, ...] = ()
+    notes: tuple[str, ...] = ()
+    schema: str = "alloy.devices/v1"
+
+
+class DeviceView(Value, frozen=True, kw_only=True):
+    """One device with its partitions, decoded for printing."""
+
+    device: Device
+    partitions: tuple[PartitionEntry, ...]
+
+
+def partition_entry(
+    partition: Partition, simulated: bool, tier: Tier | None, reason: str
+) -> PartitionEntry:
+    """Return the listing of one partition."""
+    return PartitionEntry(
+        id=partition.id,
+        profile=partition.profile,
+        tier=tier,
+        tier_reason=reason,
+        tenant=partition.tenant,
+        generation=partition.generation,
+        share=str(partition.share),
+        start=partition.placement.start,
+        size=partition.placement.size,
+        units=partition.units,
+        uuid=partition.uuid,
+        memory_bytes=partition.memory_bytes,
+        compute_units=partition.compute_units,
+        managed=partition.managed,
+        simulated=simulated,
+        device_nodes=partition.access.device_nodes,
+    )
+
+
+def devices_document(
+    node: str,
+    snapshot: Snapshot,
+    now_s: float,
+    audit: AuditResult | None = None,
+    notes: Sequence[str] = (),
+) -> DevicesDocument:
+    """Return the devices of a snapshot, each with its partitions and their audited tiers."""
+    tiers = {r.partition.id: (r.tier, r.reason) for r in audit.partitions} if audit else {}
+    entries: list[dict[str, Json]] = []
+    for device in snapshot.devices:
+        partitions = [
+            partition_entry(p, device.simulated, *tiers.get(p.id, (None, "not audited")))
+            for p in snapshot.partitions
+            if p.device == device.id
+        ]
+        entry = msgspec.to_builtins(device)
+        entry["partitions"] = msgspec.to_builtins(partitions)
+        entries.append(entry)
+    return DevicesDocument(
+        node=node,
+        boot_id=snapshot.boot_id,
+        sequence=snapshot.sequence,
+        age_s=round(max(0.0, now_s - snapshot.taken_at_s), 6),
+        taken_wall_s=snapshot.taken_wall_s,
+        devices=tuple(entries),
+        owners=snapshot.owners,
+        workers=snapshot.workers,
+        faults=snapshot.faults,
+        notes=tuple(notes),
+    )
+
+
+def device_views(document: DevicesDocument) -> tuple[DeviceView, ...]:
+    """Return the entries of a devices document as typed values, in its order."""
+    views = []
+    for entry in document.devices:
+        fields = dict(entry)
+        partitions = msgspec.convert(fields.pop("partitions"), tuple[PartitionEntry, ...])
+        views.append(DeviceView(device=msgspec.convert(fields, Device), partitions=partitions))
+    return tuple(views)
+
+
+# --- plan and apply ------------------------------------------------------------------------------
+
+
+class StepEntry(Value, frozen=True, kw_only=True):
+    """One planned step: its kind, its device, one readable line, whom it interrupts, its undo."""
+
+    number: int
+    kind: str
+    device: str
+    text: str
+    interrupts: tuple[Interrupt, ...]
+    reversible: bool
+    step: Step
+
+
+class PlanDocument(Value, frozen=True, kw_only=True):
+    """`plan --json`. `expected` pins every partition of the devices that the steps touch."""
+
+    node: str
+    boot_id: str
+    layout: str
+    layout_digest: str
+    observed_sequence: int
+    steps: tuple[StepEntry, ...]
+    kept: tuple[PartitionId, ...]
+    cost: PlanCost
+    notes: tuple[str, ...]
+    expected: dict[PartitionId, int]
+    schema: str = "alloy.plan/v1"
+
+
+class ApplyDocument(Value, frozen=True, kw_only=True):
+    """`apply --json`: what became of every step; `reached`: the node is now as wanted."""
+
+    node: str
+    layout: str
+    reached: bool
+    report: ApplyReport
+    notes: tuple[str, ...] = ()
+    schema: str = "alloy.apply/v1"
+
+
+REACHED = ("applied", "unchanged", "pending")
+
+
+def apply_document(node: str, report: ApplyReport, notes: Sequence[str] = ()) -> ApplyDocument:
+    """Return what became of a plan as a document."""
+    return ApplyDocument(
+        node=node,
+        layout=report.layout,
+        reached=report.outcome in REACHED,
+        report=report,
+        notes=tuple(notes),
+    )
+
+
+def span(start: int, size: int) -> str:
+    """Return "3" or "3-5": the slices of a placement."""
+    return str(start) if size == 1 else f"{start}-{start + size - 1}"
+
+
+def size_text(memory_bytes: int | None) -> str:
+    """Return a size in binary units with at most one decimal, or "-" where there is none."""
+    if memory_bytes is None:
+        return "-"
+    value = float(memory_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+        value /= 1024
+    return "-"
+
+
+def step_text(step: Step) -> str:
+    """Return one line that says what a step does, for people."""
+    match step:
+        case SetMode():
+            return f"set {step.kind} mode of {step.device} from {step.current} to {step.wanted}"
+        case Destroy():
+            return f"destroy {step.partition.id}"
+        case Configure():
+            return f"set the memory cap of {step.partition.id} to {size_text(step.memory_bytes)}"
+        case Create():
+            spec = step.spec
+            place = f"@{spec.placement.start}" if spec.placement else ""
+            cap = f" with {size_text(spec.memory_bytes)}" if spec.memory_bytes is not None else ""
+            return f"create {spec.device}/{spec.profile}{place}{cap}"
+
+
+def step_kind(step: Step) -> str:
+    """Return the tag of a step, as it stands on the wire."""
+    return str(step.__struct_config__.tag)
+
+
+def step_entry(planned: PlannedStep) -> StepEntry:
+    """Return the listing of one planned step."""
+    return StepEntry(
+        number=planned.number,
+        kind=step_kind(planned.step),
+        device=planned.step.device,
+        text=step_text(planned.step),
+        interrupts=planned.interrupts,
+        reversible=planned.undo is not None,
+        step=planned.step,
+    )
+
+
+def plan_document(node: str, plan: Plan, snapshot: Snapshot) -> PlanDocument:
+    """Return a plan as a document."""
+    touched = {planned.step.device for planned in plan.steps}
+    expected = {p.id: p.generation for p in snapshot.partitions if p.device in touched}
+    return PlanDocument(
+        node=node,
+        boot_id=plan.boot_id,
+        layout=plan.layout.name,
+        layout_digest=plan.layout.digest,
+        observed_sequence=plan.observed_sequence,
+        steps=tuple(step_entry(step) for step in plan.steps),
+        kept=plan.kept,
+        cost=plan.cost,
+        notes=plan.notes,
+        expected=expected,
+    )
+
+
+def interrupted(steps: Sequence[StepEntry]) -> tuple[Interrupt, ...]:
+    """Return everyone whom the steps disturb, once each, in step order."""
+    return tuple(dict.fromkeys(i for step in steps for i in step.interrupts))
+
+
+def disruptive(steps: Sequence[StepEntry]) -> tuple[StepEntry, ...]:
+    """Return the steps that reach further than their own device: a hive or the node."""
+    wide = (Scope.HIVE, Scope.NODE)
+    return tuple(s for s in steps if any(i.scope in wide for i in s.interrupts))
+
+
+# --- audit, exec, doctor -------------------------------------------------------------------------
+
+
+class AccessDocument(Value, frozen=True, kw_only=True):
+    """How to be inside of one partition; what `exec` acts on."""
+
+    node: str
+    partition: PartitionId
+    generation: int
+    tenant: TenantId
+    access: Access
+    schema: str = "alloy.access/v1"
+
+
+class DoctorDocument(Value, frozen=True, kw_only=True):
+    """`doctor --json`: every diagnosis with the room or backend that made it."""
+
+    node: str
+    ok: bool
+    diagnoses: tuple[Diagnosis, ...]
+    schema: str = "alloy.doctor/v1"
+
+
+def doctor_document(node: str, diagnoses: Sequence[Diagnosis]) -> DoctorDocument:
+    """Return all diagnoses; `ok` while none that is required has failed."""
+    ok = all(d.ok or not d.required for d in diagnoses)
+    return DoctorDocument(node=node, ok=ok, diagnoses=tuple(diagnoses))
+
+
+AUDIT_EXIT: Mapping[Verdict, int] = {
+    Verdict.PASS: 0,
+    Verdict.NOT_APPLICABLE: 0,
+    Verdict.FAIL: 1,
+    Verdict.UNKNOWN: 3,
+}
+
+
+# --- evidence ------------------------------------------------------------------------------------
+
+
+class VerifyDocument(Value, frozen=True, kw_only=True):
+    """`evidence verify --json`."""
+
+    report: VerifyReport
+    schema: str = "alloy.verify/v1"
+
+
+def verify_document(report: VerifyReport) -> VerifyDocument:
+    """Return a verification as a document."""
+    return VerifyDocument(report=report)

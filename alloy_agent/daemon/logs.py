@@ -1,0 +1,44 @@
+"""The daemon's log: events with fields, one JSON object a line, or readable lines on a terminal.
+
+Every room logs through the standard library with an event name and `extra` fields; structlog
+renders those here. One-shot commands never come here: they answer on stdout and fail on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+
+def configure(level: str, form: str, stream: TextIO | None = None) -> logging.Handler:
+    """Send all logging to one stream, rendered as `json` or `console`; return the handler."""
+    import structlog
+
+    target = stream or sys.stderr
+    console = form == "console" or (form == "auto" and target.isatty())
+    renderer = (
+        structlog.dev.ConsoleRenderer(colors=target.isatty())
+        if console
+        else structlog.processors.JSONRenderer(default=str)
+    )
+    shared = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    final = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if not console:
+        final.append(structlog.processors.dict_tracebacks)
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared, processors=[*final, renderer]
+    )
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    return handler
