@@ -27,7 +27,6 @@ from alloy_agent.decoding.units import (
     TIB,
     duration,
     duration_seconds,
-    format_bytes,
     size,
     size_bytes,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "decode_yaml",
     "duration",
     "duration_seconds",
-    "format_bytes",
     "located_error",
     "nearest",
     "parse_yaml",

@@ -78,16 +78,6 @@ def size_bytes(text: str) -> int:
     return total
 
 
-def format_bytes(count: int) -> str:
-    """Return a byte count the way a file would write it: in the largest unit that is exact."""
-    for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10)):
-        if count >= scale and count % scale == 0:
-            return f"{count // scale}{unit}"
-    if count >= 10 * MIB:
-        return f"{count / GIB:.2f}GiB"
-    return f"{count}B"
-
-
 def _split(
     text: str, units: dict[str, float] | dict[str, int], what: str, examples: str
 ) -> tuple[str, str, str]:
