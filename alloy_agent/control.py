@@ -87,6 +87,7 @@ class NodeApi(Protocol):
         name: str | None,
         *,
         expected: Mapping[str, int],
+        disruptive: bool,
         on_progress: OnProgress,
     ) -> bytes:
         """Apply a layout and return the apply document.
@@ -96,6 +97,7 @@ class NodeApi(Protocol):
             source: Where it came from, for messages.
             name: Which of its layouts; None: the only one.
             expected: Generations (by partition id) that must still hold; empty: any.
+            disruptive: Whether more than partitions may be interrupted.
             on_progress: Called with (done, total, text) as steps end.
         """
         ...
@@ -205,7 +207,14 @@ def _apply(
         emit(pb.AgentMessage(progress=progress))
 
     expected = {ref.id: ref.generation for ref in wanted.expected}
-    report = api.apply(layout, wanted.source, name, expected=expected, on_progress=on_progress)
+    report = api.apply(
+        layout,
+        wanted.source,
+        name,
+        expected=expected,
+        disruptive=wanted.disruptive,
+        on_progress=on_progress,
+    )
     return _document(report)
 
 
@@ -706,12 +715,14 @@ class ControlClient:
         name: str | None = None,
         *,
         expected: Mapping[str, int] | None = None,
+        disruptive: bool = False,
         on_progress: OnProgress | None = None,
     ) -> bytes:
         """Apply a layout and return the apply document."""
         from alloy_agent.proto import agent_pb2 as pb
 
         command = _layout_command(layout, source, name, dry_run=False)
+        command.apply_layout.disruptive = disruptive
         command.apply_layout.expected.extend(
             pb.PartitionRef(id=key, generation=number) for key, number in (expected or {}).items()
         )

@@ -68,6 +68,7 @@ class Node:
         name: str | None,
         *,
         expected: Mapping[str, int],
+        disruptive: bool,
         on_progress: OnProgress,
     ) -> bytes:
         self.applied.append((layout, source, name, dict(expected)))
