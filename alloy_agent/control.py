@@ -125,7 +125,7 @@ class NodeApi(Protocol):
         ...
 
 
-# --- commands, for the socket and for the brain alike ---------------------------------------------
+# --- commands, for the socket and for the brain alike --------------------------------------------
 
 
 def answer(
@@ -228,7 +228,7 @@ def _document(json: bytes) -> pb.Reply:
     return pb.Reply(status=pb.STATUS_OK, document=pb.Document(schema=schema, json=json))
 
 
-# --- server ---------------------------------------------------------------------------------------
+# --- server --------------------------------------------------------------------------------------
 
 
 class ControlServer:
@@ -590,7 +590,7 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-# --- client ---------------------------------------------------------------------------------------
+# --- client --------------------------------------------------------------------------------------
 
 
 class ControlClient:
