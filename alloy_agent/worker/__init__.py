@@ -1,4 +1,4 @@
-"""One backend in a process of its own, with deadlines and restarts, and the shared ring of its signals.
+"""One backend in a process of its own, with deadlines, restarts and a shared ring of signals.
 
 `client.Worker` is the control side and the only name that other rooms need; it is looked up when
 asked for, so that the worker process itself does not pay for importing it.
@@ -27,7 +27,7 @@ __all__ = ["Worker", "WorkerDownError", "WorkerSettings"]
 def __getattr__(name: str) -> object:
     """Return the control side's names, imported on first use."""
     if name in __all__:
-        from alloy_agent.worker import client
+        from alloy_agent.worker import client  # noqa: PLC0415 - not for the worker itself
 
         return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""The shared memory through which a worker shows how it is doing; it outlives the worker, so it is also its last word.
+"""The shared memory in which a worker shows how it is doing, and which outlives it.
 
 The control process makes the board before it starts the worker. All fields are 8 bytes:
 
-    header     beat, ticks, missed, period, policy, late (sum), errors, skipped, takeovers, dropped,
-    cpu, throttled lateness   one counter for each bucket (`bucket_of`) cells      one for each
-    device and each device-less call: what runs in it, since when, on which thread, its name
+    header     see `Field`
+    lateness   one counter for each bucket (`bucket_of`)
+    cells      one for each device and each device-less call: what runs, since when, thread, name
 
 A cell is filled before a backend call and cleared after it. When the worker dies, the cells that
 are still filled are the calls it died in, and the thread that a fatal signal's trace names picks
@@ -99,8 +99,8 @@ class Activity(Value, frozen=True, kw_only=True):
 class SamplerState(Value, frozen=True, kw_only=True):
     """How the sampler of one worker is doing, since that worker started.
 
-    `policy` is the scheduling that holds: "fifo", "nice", "normal" or "not sampling". `rate_hz` below
-    `wanted_rate_hz` means that the self-budget has lowered it.
+    `policy` is the scheduling that holds: "fifo", "nice", "normal" or "not sampling". `rate_hz`
+    below `wanted_rate_hz` means that the self-budget has lowered it.
     """
 
     rate_hz: float = 0.0
@@ -146,8 +146,7 @@ class Board:
     def late(self, lateness_ns: int) -> None:
         """Count one tick that came `lateness_ns` after its deadline."""
         self.words[HEADER_WORDS + bucket_of(lateness_ns)] += 1
-        if lateness_ns > self.words[Field.LATE_MAX_NS]:
-            self.words[Field.LATE_MAX_NS] = lateness_ns
+        self.words[Field.LATE_MAX_NS] = max(self.words[Field.LATE_MAX_NS], lateness_ns)
 
     def lateness(self) -> tuple[int, ...]:
         """Return the counters of the lateness histogram."""
@@ -202,7 +201,7 @@ class Board:
 
 
 def quantile_s(counts: tuple[int, ...], share: float) -> float | None:
-    """Return an upper bound of the `share` quantile of a lateness histogram; None when it is empty."""
+    """Return an upper bound of the `share` quantile of a histogram; None when it is empty."""
     total = sum(counts)
     if not total:
         return None

@@ -1,4 +1,4 @@
-"""The control side of one backend: starts its worker, calls it with deadlines, and starts it again when it dies.
+"""The control side of one backend: starts its worker, calls it with deadlines, restarts it.
 
     worker = Worker(spec)
     worker.start()                      # returns at once; several workers start in parallel
@@ -82,7 +82,7 @@ RESULTS: Final[dict[str, msgspec.msgpack.Decoder[Any]]] = {
 
 
 class WorkerDownError(BackendError):
-    """The worker of this backend is not running; it will be started again, and its devices are not reachable now."""
+    """The worker of this backend is not running; it is started again by itself."""
 
 
 class WorkerSettings(Value, frozen=True, kw_only=True):
@@ -318,11 +318,16 @@ class Worker:
         return out
 
     def apply(self, step: Step, deadline_s: float | None = None) -> None:
-        """Do one step on its device. After `DeviceStalledError` its outcome is open: observe before going on."""
+        """Do one step on its device.
+
+        Raises:
+            DeviceStalledError: The outcome is open; observe before going on.
+            BackendError: It was refused or failed.
+        """
         self._ask("apply", step.device, deadline_s or self.settings.apply_deadline_s, step)
 
     def quiesce(self, device: DeviceId, deadline_s: float | None = None) -> None:
-        """Take the device away from the sampler and have the backend let go of every handle on it."""
+        """Take the device from the sampler and have the backend let go of every handle on it."""
         self._quiesced.add(device)  # also for a worker that dies before it answers
         try:
             self._ask("quiesce", device, deadline_s or self.settings.quiesce_deadline_s)
@@ -411,7 +416,7 @@ class Worker:
         return tuple(self._events.popleft() for _ in range(len(self._events)))
 
     def events_dropped(self) -> int:
-        """Return how many events were lost to full queues, in this process and in all workers so far."""
+        """Return how many events were lost to full queues, here and in all workers so far."""
         return self._dropped_before + self._dropped_there + self._dropped_here
 
     def _period_s(self) -> float:
@@ -423,7 +428,7 @@ class Worker:
 
     def _ask(
         self, method: str, device: DeviceId | None, within_s: float, step: Step | None = None
-    ) -> Any:  # noqa: ANN401 - typed by the caller, checked by the method's decoder
+    ) -> Any:
         return self._finish(self._begin(method, device, within_s, step), within_s)
 
     def _begin(
@@ -450,7 +455,7 @@ class Worker:
             raise
         return pending
 
-    def _finish(self, pending: _Pending, wait_s: float) -> Any:  # noqa: ANN401 - see `_ask`
+    def _finish(self, pending: _Pending, wait_s: float) -> Any:
         here = pending.here.wait(max(wait_s, 0.0) + GRACE_S)
         self._pending.pop(pending.id, None)
         answer = pending.answer
@@ -659,7 +664,7 @@ class Worker:
             process.kill(reason)
 
     def _bury(self, process: _Process) -> str:
-        """Wait for the process's end, learn from it, and fail what waited for it; returns why it died."""
+        """Wait for the process's end, learn from it, fail what waited; returns why it died."""
         try:
             code = process.child.wait(BURY_S)
         except subprocess.TimeoutExpired:

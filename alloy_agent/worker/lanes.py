@@ -73,7 +73,7 @@ class Gate:
         return int(self._words[self._word + 1]) if self._words[self._word] else 0
 
     def stalled(self, now_ns: int) -> str:
-        """Return what has been running past its deadline and for how long; empty when nothing has."""
+        """Return what runs past its deadline and for how long; empty when nothing does."""
         doing = int(self._words[self._word])
         if not doing or now_ns <= self.deadline_ns:
             return ""

@@ -28,7 +28,7 @@ from alloy_agent.errors import BackendError, DeviceLostError, UnsupportedError
 from alloy_agent.worker import wire
 from alloy_agent.worker.board import DOING_CODES, POLICIES, Board, Field
 from alloy_agent.worker.lanes import Gate, Job, Lane
-from alloy_agent.worker.sampler import Sampler, Seat, limit_realtime
+from alloy_agent.worker.sampler import Sampler, Seat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +52,45 @@ STACK_BYTES: Final = 512 * 1024
 COLLECT_EVERY_S: Final = 60.0
 DEVICE_METHODS: Final = ("observe", "apply", "facts", "quiesce", "resume")
 HOST_METHODS: Final = ("discover", "capabilities", "diagnose")
+
+
+def _nothing(_result: object) -> None:
+    """Take a result that nobody waits for."""
+
+
+def quarantined_error(device: DeviceId) -> DeviceLostError:
+    """Return what is said about a device that is not touched any more."""
+    return DeviceLostError(
+        f"{device}: worker crashed on it", cure="reset the device, then release it from quarantine"
+    )
+
+
+class Answer:
+    """Sends the result or the failure of one call."""
+
+    def __init__(self, channel: wire.Channel, call: wire.Call) -> None:
+        self._channel = channel
+        self._id = call.id
+        self.doing = f"{call.method} on {call.device}" if call.device else call.method
+        self.on_failure: Callable[[], None] | None = None
+
+    def done(self, result: object) -> None:
+        """Send the result."""
+        with contextlib.suppress(OSError):
+            try:
+                raw = msgspec.Raw(msgspec.msgpack.encode(result))
+                self._channel.send(wire.Reply(id=self._id, result=raw))
+            except (TypeError, ValueError, wire.WireError) as exc:
+                self._channel.send(wire.failure_of(self._id, exc, self.doing))
+
+    def failed(self, exc: Exception) -> None:
+        """Send the failure."""
+        if self.on_failure is not None:
+            self.on_failure()
+        if not isinstance(exc, BackendError):
+            LOG.warning("call_failed", extra={"call": self.doing}, exc_info=exc)
+        with contextlib.suppress(OSError):
+            self._channel.send(wire.failure_of(self._id, exc, self.doing))
 
 
 class Server:
@@ -117,23 +156,15 @@ class Server:
                 self._channel.send(wire.failure_of(0, exc, f"opening {start.name}"))
             os._exit(EXIT_NOT_OPENED)
 
-        self._submit(self._host_lane("open"), "open", OPEN_DEADLINE_S, self._do_open, failed=failed)
+        deadline_ns = time.monotonic_ns() + int(OPEN_DEADLINE_S * 1e9)
+        self._host_lane("open").submit(Job("open", deadline_ns, self._do_open, _nothing, failed))
 
     def _do_open(self) -> None:
         start = self._start
         backend = _open_backend(start)
         capabilities = backend.capabilities()
         if start.sample:
-            realtime = start.realtime and limit_realtime()
-            self._sampler = Sampler(
-                backend,
-                self._board,
-                start.rate_hz,
-                start.cpu_share_max,
-                start.sample_deadline_s,
-                realtime,
-                self._publish,
-            )
+            self._sampler = Sampler(backend, self._board, start, self._publish)
         self._backend = backend
         gc.collect()
         gc.freeze()
@@ -159,46 +190,32 @@ class Server:
         if backend is not None:
             closed = threading.Event()
 
-            def done(_: object) -> None:
-                closed.set()
+            def close() -> None:
+                try:
+                    backend.close()
+                finally:
+                    closed.set()
 
-            lane = self._host_lane("close")
-            self._submit(lane, "close", CLOSE_DEADLINE_S, backend.close, done=done, failed=done)
+            self._submit(self._host_lane("close"), "close", CLOSE_DEADLINE_S, close)
             closed.wait(CLOSE_DEADLINE_S)
         return 0
 
     # --- calls ---
 
     def _call(self, call: wire.Call) -> None:
-        doing = f"{call.method} on {call.device}" if call.device else call.method
-
-        def done(result: object) -> None:
-            with contextlib.suppress(OSError):
-                try:
-                    raw = msgspec.Raw(msgspec.msgpack.encode(result))
-                    self._channel.send(wire.Reply(id=call.id, result=raw))
-                except (TypeError, ValueError, wire.WireError) as exc:
-                    self._channel.send(wire.failure_of(call.id, exc, doing))
-
-        def failed(exc: Exception) -> None:
-            if not isinstance(exc, BackendError):
-                LOG.warning("call_failed", extra={"call": doing}, exc_info=exc)
-            with contextlib.suppress(OSError):
-                self._channel.send(wire.failure_of(call.id, exc, doing))
-
+        answer = Answer(self._channel, call)
         backend = self._backend
         if backend is None:
-            failed(BackendError(f"{doing}: the backend is not open yet"))
+            answer.failed(BackendError(f"{answer.doing}: the backend is not open yet"))
             return
         wait_s = call.deadline_monotonic_s - time.monotonic()
         if call.method in HOST_METHODS and call.device is None:
             run = self._host_call(backend, call.method)
-            lane = self._host_lane(call.method)
-            self._submit(lane, call.method, wait_s, run, done, failed)
+            self._submit(self._host_lane(call.method), call.method, wait_s, run, answer)
         elif call.method in DEVICE_METHODS and call.device is not None:
-            self._device_call(backend, call, call.device, wait_s, done, failed)
+            self._device_call(backend, call, call.device, wait_s, answer)
         else:
-            failed(UnsupportedError(f"{doing}: no such call"))
+            answer.failed(UnsupportedError(f"{answer.doing}: no such call"))
 
     def _host_call(self, backend: Backend, method: str) -> Callable[[], object]:
         if method == "discover":
@@ -212,37 +229,20 @@ class Server:
         return backend.capabilities if method == "capabilities" else backend.diagnose
 
     def _device_call(
-        self,
-        backend: Backend,
-        call: wire.Call,
-        device: DeviceId,
-        wait_s: float,
-        done: Callable[[object], None],
-        failed: Callable[[Exception], None],
+        self, backend: Backend, call: wire.Call, device: DeviceId, wait_s: float, answer: Answer
     ) -> None:
         if device in self._quarantined:
-            failed(
-                DeviceLostError(
-                    f"{device}: worker crashed on it",
-                    cure="reset the device, then release it from quarantine",
-                )
-            )
+            answer.failed(quarantined_error(device))
             return
         seat, lane = self._seat(device)
-        run = self._device_run(backend, call, seat)
         if call.method == "quiesce":
-            before, seat.quiesced = (
-                seat.quiesced,
-                True,
-            )  # the sampler stays out from the next tick on
+            before, seat.quiesced = seat.quiesced, True  # the sampler stays out from now on
 
-            def undone(exc: Exception) -> None:
+            def undo() -> None:
                 seat.quiesced = before
-                failed(exc)
 
-            self._submit(lane, call.method, wait_s, run, done, undone)
-            return
-        self._submit(lane, call.method, wait_s, run, done, failed)
+            answer.on_failure = undo
+        self._submit(lane, call.method, wait_s, self._device_run(backend, call, seat), answer)
 
     def _device_run(self, backend: Backend, call: wire.Call, seat: Seat) -> Callable[[], object]:
         device = seat.device
@@ -285,14 +285,16 @@ class Server:
         doing: str,
         wait_s: float,
         run: Callable[[], object],
-        done: Callable[[object], None] = lambda _result: None,
-        failed: Callable[[Exception], None] | None = None,
+        answer: Answer | None = None,
     ) -> None:
         def log(exc: Exception) -> None:
             LOG.warning("call_failed", extra={"call": doing, "on": lane.name, "cause": str(exc)})
 
         deadline_ns = time.monotonic_ns() + int(wait_s * 1e9)
-        lane.submit(Job(doing, deadline_ns, run, done, failed or log))
+        if answer is None:
+            lane.submit(Job(doing, deadline_ns, run, _nothing, log))
+        else:
+            lane.submit(Job(doing, deadline_ns, run, answer.done, answer.failed))
 
     # --- devices ---
 
@@ -415,7 +417,7 @@ class Server:
 def _open_backend(start: wire.Start) -> Backend:
     """Return the backend that `start` names."""
     if start.factory:
-        import importlib.util
+        import importlib.util  # noqa: PLC0415 - tests and other makers of workers alone
 
         path, _, name = start.factory.rpartition(":")
         spec = importlib.util.spec_from_file_location("worker_factory", path)
@@ -426,13 +428,13 @@ def _open_backend(start: wire.Start) -> Backend:
         spec.loader.exec_module(module)
         made: Backend = getattr(module, name)(start.options)
         return made
-    from alloy_agent.backends import BackendSpec, open_backend
+    from alloy_agent.backends import BackendSpec, open_backend  # noqa: PLC0415 - may pull a lot
 
     return open_backend(BackendSpec(name=start.name, options=start.options))
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; leave if it has already."""
+    """Have the kernel kill this process when the thread that started it ends, or has ended."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)

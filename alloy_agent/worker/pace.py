@@ -1,4 +1,4 @@
-"""Pure decisions about the sampling rate: what is asked for, bursts that expire, and the self-budget."""
+"""Pure decisions about the sampling rate: what is asked for, bursts, and the self-budget."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checked_rate(rate_hz: float) -> float:
 
 
 def ask(state: PaceState, rate_hz: float, burst_s: float | None, now_s: float) -> PaceState:
-    """Return the state after a request: a new rate for good, or a burst of `burst_s` (at most 600 s).
+    """Return the state after a request: a new rate for good, or a burst of at most 600 s.
 
     A request starts with the full rate; the budget lowers it again if it must.
 

@@ -35,7 +35,9 @@ import math
 import mmap
 import os
 import zlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
 
 from alloy_agent.model import Quality, Signal, Value
 
@@ -87,7 +89,7 @@ def _body_bytes(slots: int) -> int:
 
 
 class PageWriter:
-    """The worker's side of a page, and the sink that a backend's `sample` fills. Not thread-safe: one writer."""
+    """The worker's side of a page, and the sink that `sample` fills. One writer at a time."""
 
     def __init__(self, slots: int, epoch: int, frames: int = FRAMES) -> None:
         if not 0 <= slots <= MAX_SLOTS:
@@ -180,7 +182,7 @@ class PageWriter:
 
 
 class PageReader:
-    """The control side of a page. Owns `fd` from here on and closes it at once, since the mapping keeps the memory."""
+    """The control side of a page. Closes `fd` at once, since the mapping keeps the memory."""
 
     def __init__(self, fd: int, specs: tuple[SignalSpec, ...], epoch: int) -> None:
         try:
@@ -213,7 +215,7 @@ class PageReader:
         return bool(self._words[H_RETIRED])
 
     def frame(self, number: int) -> Frame | None:
-        """Return frame `number`, or None when it is not written yet, overwritten, or being written."""
+        """Return frame `number`; None when it is not written yet, overwritten, or in work."""
         offset = HEADER_BYTES + number % self._frames * self._stride
         word = offset >> 3
         whole = number * 2 + 2
@@ -275,17 +277,21 @@ def signals_of(
     if frame is None:
         reason = why or "not read yet"
         return tuple(Signal(spec=spec, quality=Quality.STALE, reason=reason) for spec in specs)
-    limit_s = max(3.0 * period_s, 0.25)
-    return tuple(_signal(spec, frame, slot, now_s, limit_s, why) for slot, spec in enumerate(specs))
+    now = _Now(now_s, max(3.0 * period_s, 0.25), why)
+    return tuple(_signal(spec, frame, slot, now) for slot, spec in enumerate(specs))
 
 
-def _signal(
-    spec: SignalSpec, frame: Frame, slot: int, now_s: float, limit_s: float, why: str
-) -> Signal:
+class _Now(NamedTuple):
+    now_s: float
+    limit_s: float  # age from which a value is stale
+    why: str
+
+
+def _signal(spec: SignalSpec, frame: Frame, slot: int, now: _Now) -> Signal:
     code = frame.qualities[slot]
     read_s = frame.read_times_s[slot]
     if code == NEVER:
-        return Signal(spec=spec, quality=Quality.STALE, reason=why or "not read yet")
+        return Signal(spec=spec, quality=Quality.STALE, reason=now.why or "not read yet")
     quality = QUALITIES[code] if code < len(QUALITIES) else Quality.STALE
     value: float | None = frame.values[slot]
     reason = ""
@@ -293,9 +299,9 @@ def _signal(
         value = None
         if quality is Quality.VALUE:
             quality, reason = Quality.NOT_SUPPORTED, "the source gave no finite number"
-    age_s = now_s - read_s
-    if quality is Quality.VALUE and age_s > limit_s:
-        quality, reason = Quality.STALE, why or f"not read for {age_s:.2f} s"
+    age_s = now.now_s - read_s
+    if quality is Quality.VALUE and age_s > now.limit_s:
+        quality, reason = Quality.STALE, now.why or f"not read for {age_s:.2f} s"
     source_s = frame.source_times_s[slot]
     refresh_s = frame.refresh_periods_s[slot]
     return Signal(
@@ -309,7 +315,5 @@ def _signal(
 
 
 def _refreshed(spec: SignalSpec, refresh_s: float) -> SignalSpec:
-    """Return `spec` with the measured refresh period, to two significant digits so that it is worth keeping."""
-    import msgspec
-
+    """Return `spec` with the measured refresh period, to two significant digits."""
     return msgspec.structs.replace(spec, refresh_period_s=float(f"{refresh_s:.2g}"))

@@ -19,8 +19,10 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import resource
 import threading
 import time
 from typing import TYPE_CHECKING, Final
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from alloy_agent.model import DeviceId, SignalSpec
     from alloy_agent.worker.board import Board
     from alloy_agent.worker.lanes import Gate
+    from alloy_agent.worker.wire import Start
 
 LOG = logging.getLogger(__name__)
 SAMPLE: Final = DOING_CODES["sample"]
@@ -112,24 +115,18 @@ class Sampler:
     """All runners of a worker, their common pace and their budget."""
 
     def __init__(
-        self,
-        backend: Backend,
-        board: Board,
-        rate_hz: float,
-        cpu_share_max: float,
-        sample_deadline_s: float,
-        realtime: bool,
-        publish: Callable[[Seat], None],
+        self, backend: Backend, board: Board, start: Start, publish: Callable[[Seat], None]
     ) -> None:
+        """Prepare to sample as `start` says; `publish` hands a new page to the control side."""
         self._backend = backend
         self._board = board
         self._words = board.words
-        self._cpu_share_max = cpu_share_max
-        self._deadline_ns = int(sample_deadline_s * 1e9)
-        self._realtime = realtime
+        self._cpu_share_max = start.cpu_share_max
+        self._deadline_ns = int(start.sample_deadline_s * 1e9)
+        self._realtime = start.realtime and limit_realtime()
         self._publish = publish
         self._lock = threading.Lock()
-        self._pace = pace.PaceState(rate_hz=pace.checked_rate(rate_hz))
+        self._pace = pace.PaceState(rate_hz=pace.checked_rate(start.rate_hz))
         self.period_ns = 0
         self._runners: list[Runner] = []
         self._slack: Callable[[], None] = _timer_slack()
@@ -170,7 +167,7 @@ class Sampler:
             page.begin(time.clock_gettime(time.CLOCK_BOOTTIME))
             self._backend.sample(seat.device, page)
             page.commit(time.clock_gettime(time.CLOCK_BOOTTIME))
-        except Exception as exc:  # noqa: BLE001 - a backend's failure costs its device some ticks, no more
+        except Exception as exc:  # noqa: BLE001 - costs this device some ticks, no more
             self._failed(seat, exc)
             return
         seat.errors = 0
@@ -194,7 +191,7 @@ class Sampler:
     # --- seats ---
 
     def add(self, seat: Seat, *, apart: bool = False) -> None:
-        """Sample one more device from now on; `apart`: on a thread of its own, since it has stalled before."""
+        """Sample one more device from now on; `apart`: on a thread of its own."""
         with self._lock:
             if any(seat in runner.seats for runner in self._runners):
                 return
@@ -224,7 +221,7 @@ class Sampler:
         LOG.warning("device_set_apart", extra={"device": seat.device})
 
     def read_specs(self, seat: Seat) -> None:
-        """Read the signals of a device whose gate is held, and give it a new page when they changed."""
+        """Read the signals of a device whose gate is held; a new page when they changed."""
         if seat.quiesced:
             return
         seat.respec = False
@@ -240,7 +237,7 @@ class Sampler:
             old.retire()
 
     def settle(self, seat: Seat) -> None:
-        """Do what a call has left over, inside the gate: read changed specs, make up a skipped tick."""
+        """Do what a call has left over, inside the gate: read specs, make up a tick."""
         if seat.quiesced:
             return
         now_ns = time.monotonic_ns()
@@ -326,7 +323,7 @@ class Sampler:
     # --- priority ---
 
     def raise_priority(self) -> None:
-        """Give the calling thread the best scheduling that is permitted, and publish which one holds."""
+        """Give the calling thread the best scheduling that is permitted, and publish it."""
         self._slack()
         self._words[Field.POLICY] = POLICIES.index(_raise_priority(self._realtime))
 
@@ -341,9 +338,7 @@ class Sampler:
 
 
 def limit_realtime() -> bool:
-    """Bound the CPU that a real-time thread may take without sleeping; returns whether it is bounded."""
-    import resource
-
+    """Bound the CPU a real-time thread may take without sleeping; returns whether it is."""
     try:
         resource.setrlimit(resource.RLIMIT_RTTIME, (RT_SOFT_US, RT_HARD_US))
     except (OSError, ValueError):
@@ -370,9 +365,7 @@ def _raise_priority(realtime: bool) -> str:
 
 
 def _timer_slack() -> Callable[[], None]:
-    """Return what lets the calling thread wake up to the microsecond instead of 50 us later (Linux default)."""
-    import ctypes
-
+    """Return what spares the calling thread the kernel's default 50 us of timer slack."""
     libc = ctypes.CDLL(None)
 
     def tighten() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from alloy_agent.model import DeviceId, Value
 
 BASE_S: Final = 0.1
@@ -36,14 +38,14 @@ def backoff_s(failures: int, chance: float, base_s: float = BASE_S, cap_s: float
 class Blame(Value, frozen=True, kw_only=True):
     """What earlier crashes say about the devices of one backend."""
 
-    strikes: dict[DeviceId, int] = {}
+    strikes: dict[DeviceId, int] = msgspec.field(default_factory=dict)
     suspects: frozenset[DeviceId] | None = None  # common to all crashes without a witness so far
     crashes_without_witness: int = 0
     quarantined: tuple[DeviceId, ...] = ()
 
 
 class Crash(Value, frozen=True, kw_only=True):
-    """How a worker died: the device whose thread the trace names, and all devices that were inside a call."""
+    """How a worker died: the device that the trace names, and all that were inside a call."""
 
     witness: DeviceId | None = None
     inside: frozenset[DeviceId] = frozenset()
@@ -74,7 +76,7 @@ def blame(before: Blame, crash: Crash, limit: int = 2) -> Blame:
 
 
 def forgive(before: Blame, device: DeviceId) -> Blame:
-    """Return `before` without anything against `device`: an operator, or a reset, says that it is well."""
+    """Return `before` without anything against `device`, which is said to be well again."""
     return Blame(
         strikes={d: n for d, n in before.strikes.items() if d != device},
         suspects=None if before.suspects is None else before.suspects - {device},

@@ -47,12 +47,13 @@ class WireError(Exception):
 class Start(Value, frozen=True, kw_only=True, tag="start"):
     """First frame: which backend, how fast to sample it, and what is known of its devices.
 
-    `factory` ("/path/file.py:callable") replaces `open_backend`; only a caller in the control process can set it.
+    `factory` ("/path/file.py:callable") replaces `open_backend`; only code in the control process
+    can set it.
     `suspects` have stalled before and are sampled apart; `quarantined` are not touched at all.
     """
 
     name: str
-    options: dict[str, Json] = {}
+    options: dict[str, Json] = msgspec.field(default_factory=dict)
     factory: str = ""
     sample: bool = True
     rate_hz: float = 10.0
@@ -119,7 +120,7 @@ class Failure(Value, frozen=True, kw_only=True, tag="failure"):
 
 
 class Events(Value, frozen=True, kw_only=True, tag="events"):
-    """Device events, pushed as they come; `dropped` counts those lost to a full queue since the start."""
+    """Device events, pushed as they come; `dropped` counts those lost since the start."""
 
     events: tuple[DeviceEvent, ...]
     dropped: int = 0
@@ -144,14 +145,14 @@ def _subclasses(kind: type[errors.AlloyError]) -> dict[str, type[errors.AlloyErr
 
 
 def failure_of(call_id: int, exc: BaseException, doing: str) -> Failure:
-    """Return the frame that carries `exc`; an error outside of the taxonomy names itself and `doing`."""
+    """Return the frame that carries `exc`; one outside of the taxonomy names itself and `doing`."""
     if isinstance(exc, errors.AlloyError):
         return Failure(id=call_id, kind=type(exc).__name__, message=exc.message, cure=exc.cure)
     return Failure(id=call_id, kind="BackendError", message=f"{doing}: {type(exc).__name__}: {exc}")
 
 
 def error_of(failure: Failure) -> errors.AlloyError:
-    """Return the error that `failure` carries, as its own class; an unknown class becomes `BackendError`."""
+    """Return the error that `failure` carries, as its own class, else as `BackendError`."""
     module_kinds = {
         name: kind
         for name, kind in _subclasses(errors.AlloyError).items()
@@ -217,7 +218,7 @@ class Channel:
             self.sock.sendall(data)
 
     def receive(self) -> list[bytes] | None:
-        """Return the bodies that the next read completes, maybe none; None when the other side has gone.
+        """Return the bodies that the next read completes; None when the other side has gone.
 
         Raises:
             WireError: See `Splitter.feed`.
