@@ -27,7 +27,7 @@ __all__ = ["Worker", "WorkerDownError", "WorkerSettings"]
 def __getattr__(name: str) -> object:
     """Return the control side's names, imported on first use."""
     if name in __all__:
-        from alloy_agent.worker import client  # noqa: PLC0415 - not for the worker itself
+        from alloy_agent.worker import client
 
         return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -417,7 +417,7 @@ class Server:
 def _open_backend(start: wire.Start) -> Backend:
     """Return the backend that `start` names."""
     if start.factory:
-        import importlib.util  # noqa: PLC0415 - tests and other makers of workers alone
+        import importlib.util
 
         path, _, name = start.factory.rpartition(":")
         spec = importlib.util.spec_from_file_location("worker_factory", path)
@@ -428,7 +428,7 @@ def _open_backend(start: wire.Start) -> Backend:
         spec.loader.exec_module(module)
         made: Backend = getattr(module, name)(start.options)
         return made
-    from alloy_agent.backends import BackendSpec, open_backend  # noqa: PLC0415 - may pull a lot
+    from alloy_agent.backends import BackendSpec, open_backend
 
     return open_backend(BackendSpec(name=start.name, options=start.options))
 
