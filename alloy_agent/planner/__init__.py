@@ -33,7 +33,7 @@ from alloy_agent.model import (
     Step,
 )
 from alloy_agent.planner.geometry import difference, expected, made_by_mode, pieces_of
-from alloy_agent.planner.modes import ModeStep, mode_of, mode_steps
+from alloy_agent.planner.modes import ModeStep, compatible, mode_of, mode_steps
 from alloy_agent.planner.pieces import PieceChange, change_pieces, fits
 from alloy_agent.planner.steps import (
     core_profile,
@@ -48,6 +48,7 @@ from alloy_agent.planner.steps import (
 )
 
 __all__ = [
+    "compatible",
     "core_profile",
     "describe",
     "difference",
