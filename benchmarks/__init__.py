@@ -1,1 +1,1 @@
-"""Measurements of what design promises; each prints one JSON document."""
+"""Benchmarks of the agent's promises; each is `python -m benchmarks.NAME [--quick]`."""

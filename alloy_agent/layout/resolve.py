@@ -430,8 +430,6 @@ def _one_size(entry: Entry, written: int | str, path: str) -> int:
 
 
 def _shared(entry: Entry, device: Device) -> tuple[dict[ModeKind, str], tuple[PartitionSpec, ...]]:
-    if device.vendor is Vendor.CPU:
-        raise _refuse_key(entry, device, "shared", _OWN_KEY[device.scheme])
     shared = entry.shared
     if shared is None or shared.production + shared.opportunistic == 0:
         raise ConfigError(
