@@ -29,6 +29,7 @@ def run(arguments: Namespace) -> int:
     """Plan, ask where somebody is interrupted, apply exactly that plan, print what came of it."""
     from alloy_agent.cli.sources import open_node, read_text, require_root
     from alloy_agent.daemon.api import LayoutRequest
+    from alloy_agent.daemon.documents import interrupted
 
     text = read_text(arguments.file)
     require_root("apply")
@@ -40,9 +41,8 @@ def run(arguments: Namespace) -> int:
             text=text,
             file=arguments.file,
             layout=arguments.layout,
-            disruptive=arguments.disruptive,
             expected=planned.expected,
-            consent=True,
+            consent=tuple(dict.fromkeys(i.scope for i in interrupted(planned.steps))),
         )
         with output.progress(f"applying {planned.layout}") as on_progress:
             document = node.apply(agreed, on_progress)

@@ -104,7 +104,7 @@ def open_node(arguments: Namespace, *, write: bool = False) -> Iterator[NodeApi]
     from alloy_agent.daemon.remote import find_daemon
 
     settings = settings_of(arguments)
-    daemon = find_daemon(settings)
+    daemon = find_daemon(settings, write=write)
     if daemon is not None:
         with daemon:
             yield daemon

@@ -18,23 +18,22 @@ from alloy_agent.daemon.documents import (
     DoctorDocument,
     PlanDocument,
 )
-from alloy_agent.model import AuditResult, PartitionId, Value
+from alloy_agent.model import AuditResult, PartitionId, Scope, Value
 
 
 class LayoutRequest(Value, frozen=True, kw_only=True):
     """A layout file by its content, so that whoever answers needs no access to the caller's files.
 
     `layout` names one of its layouts. `expected` are the generations that a person saw and agreed
-    to change: where one no longer holds, nothing is done. `consent` says that whoever is
-    interrupted may be; `disruptive` allows steps that reach a hive or the node.
+    to change: where one no longer holds, nothing is done. `consent` are the scopes that may be
+    interrupted.
     """
 
     text: str
     file: str
     layout: str | None = None
     expected: dict[PartitionId, int] = msgspec.field(default_factory=dict)
-    consent: bool = False
-    disruptive: bool = False
+    consent: tuple[Scope, ...] = ()
 
 
 class Progress(Value, frozen=True, kw_only=True):

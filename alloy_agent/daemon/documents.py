@@ -21,9 +21,6 @@ from alloy_agent.model import (
     Access,
     ApplyReport,
     AuditResult,
-    Configure,
-    Create,
-    Destroy,
     Device,
     DeviceFault,
     Diagnosis,
@@ -36,7 +33,6 @@ from alloy_agent.model import (
     PlanCost,
     PlannedStep,
     Scope,
-    SetMode,
     Snapshot,
     Step,
     TenantId,
@@ -45,6 +41,7 @@ from alloy_agent.model import (
     Verdict,
     WorkerState,
 )
+from alloy_agent.planner import describe
 
 # --- devices -------------------------------------------------------------------------------------
 
@@ -237,22 +234,6 @@ def size_text(memory_bytes: int | None) -> str:
     return "-"
 
 
-def step_text(step: Step) -> str:
-    """Return one line that says what a step does, for people."""
-    match step:
-        case SetMode():
-            return f"set {step.kind} mode of {step.device} from {step.current} to {step.wanted}"
-        case Destroy():
-            return f"destroy {step.partition.id}"
-        case Configure():
-            return f"set the memory cap of {step.partition.id} to {size_text(step.memory_bytes)}"
-        case Create():
-            spec = step.spec
-            place = f"@{spec.placement.start}" if spec.placement else ""
-            cap = f" with {size_text(spec.memory_bytes)}" if spec.memory_bytes is not None else ""
-            return f"create {spec.device}/{spec.profile}{place}{cap}"
-
-
 def step_kind(step: Step) -> str:
     """Return the tag of a step, as it stands on the wire."""
     return str(step.__struct_config__.tag)
@@ -264,7 +245,7 @@ def step_entry(planned: PlannedStep) -> StepEntry:
         number=planned.number,
         kind=step_kind(planned.step),
         device=planned.step.device,
-        text=step_text(planned.step),
+        text=describe(planned.step),
         interrupts=planned.interrupts,
         reversible=planned.undo is not None,
         step=planned.step,
@@ -335,6 +316,33 @@ AUDIT_EXIT: Mapping[Verdict, int] = {
     Verdict.FAIL: 1,
     Verdict.UNKNOWN: 3,
 }
+
+
+# --- status -----------------------------------------------------------------------------------
+
+
+class StatusDocument(Value, frozen=True, kw_only=True):
+    """How the daemon is doing. `degraded` says why it changes nothing; empty while it may."""
+
+    node: str
+    version: str
+    pid: int
+    boot_id: str
+    uptime_s: float
+    state_dir: str
+    fake: tuple[str, ...]
+    socket: str
+    metrics: str
+    snapshot_sequence: int | None
+    snapshot_age_s: float | None
+    verdict: Verdict | None
+    audit_age_s: float | None
+    layout: str | None
+    kept: str
+    degraded: str
+    workers: tuple[WorkerState, ...]
+    overruns: dict[str, int]
+    schema: str = "alloy.status/v1"
 
 
 # --- evidence ------------------------------------------------------------------------------------

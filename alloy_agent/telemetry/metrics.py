@@ -13,7 +13,7 @@ Rules that stay true in here:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from alloy_agent.model import (
@@ -236,12 +236,44 @@ def signal_families(signals: Sequence[Signal], now_s: float) -> Iterator[Metric]
     yield age
 
 
-def process_families() -> Iterator[Metric]:
-    """Yield the agent's own CPU time and memory, from the kernel's figures of this process."""
+def agent_families(
+    version: str, loops: Mapping[str, tuple[int, int]], degraded: str, not_kept: str
+) -> Iterator[Metric]:
+    """Yield how the agent itself is doing.
+
+    Args:
+        version: Of the agent.
+        loops: Overruns and failed ticks by loop.
+        degraded: Why nothing is changed, "" when changes are made.
+        not_kept: Why the layout is not kept, "" when it is.
+    """
     import resource
 
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        InfoMetricFamily,
+    )
 
+    info = InfoMetricFamily("alloy_agent", "The agent.", labels=["version"])
+    info.add_metric([version], {})
+    yield info
+    yield GaugeMetricFamily(
+        "alloy_agent_degraded", "1 while the agent observes only.", value=float(bool(degraded))
+    )
+    yield GaugeMetricFamily(
+        "alloy_layout_kept",
+        "1 while the node is as its layout wants it.",
+        value=float(not not_kept),
+    )
+    overruns = CounterMetricFamily(
+        "alloy_loop_overruns", "Ticks that took longer than their period.", labels=["loop"]
+    )
+    failures = CounterMetricFamily("alloy_loop_failures", "Ticks that failed.", labels=["loop"])
+    for name, (overrun, failed) in loops.items():
+        overruns.add_metric([name], float(overrun))
+        failures.add_metric([name], float(failed))
+    yield from (overruns, failures)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     yield CounterMetricFamily(
         "alloy_agent_cpu_seconds",

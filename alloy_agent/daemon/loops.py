@@ -1,0 +1,513 @@
+"""The daemon: its loops, its listeners, and what it does with signals.
+
+    signals ---> main thread: reload, stop, watchdog
+    observe      every second and on device events: one snapshot for everyone
+    keep         on each new snapshot: bring back what the layout wants and somebody took away
+    audit        the auditor's own loop, event-driven
+    http, control                  listeners, answered from what the loops have seen
+
+Rules that stay true in here:
+
+* A tick that fails is logged and counted, and the loop goes on; a broken invariant ends the
+  process, and the next start recovers.
+* `/healthz` looks at the loops alone, never at devices.
+* Stopping leaves partitions and tenants as they are, and takes less than two seconds: what is
+  being done to a device may end its step, nothing new is begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from alloy_agent import __version__
+from alloy_agent.daemon import keeping, logs
+from alloy_agent.daemon.api import LayoutRequest
+from alloy_agent.daemon.documents import StatusDocument
+from alloy_agent.daemon.node import Node
+from alloy_agent.daemon.remote import socket_of
+from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError
+from alloy_agent.host import clock, notify
+from alloy_agent.model import ApplyReport, AuditResult, DeviceEvent, Layout, Scope, Signal, Snapshot
+
+if TYPE_CHECKING:
+    from alloy_agent.config import Settings
+    from alloy_agent.telemetry.metrics import MetricsPage
+
+LOG = logging.getLogger(__name__)
+
+KEEP_PERIOD_S = 5.0
+LATE_S = 30.0  # a loop without a finished tick for so long is not healthy
+STOP_JOIN_S = 1.0
+DEFECT = 70  # EX_SOFTWARE of sysexits.h
+LIVE_SETTINGS = ("log", "layout")  # what a reload can change; the rest needs a restart
+
+
+class Loop:
+    """One thread that ticks every `period_s`, and at once when woken. Never overlaps itself."""
+
+    def __init__(
+        self,
+        name: str,
+        period_s: float,
+        tick: Callable[[], None],
+        on_defect: Callable[[BaseException], None],
+    ) -> None:
+        self.name = name
+        self.period_s = period_s
+        self.overruns = 0
+        self.failures = 0
+        self.finished_s = clock.boottime_s()
+        self._tick = tick
+        self._on_defect = on_defect
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to tick, the first time at once."""
+        self.finished_s = clock.boottime_s()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Tick as soon as possible."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ask for the end; the tick in hand ends first."""
+        self._stop.set()
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; return whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def late(self, now_s: float) -> bool:
+        """Whether no tick has finished for much longer than the period."""
+        return now_s - self.finished_s > max(LATE_S, 5 * self.period_s)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            begun_s = time.monotonic()
+            self._wake.clear()
+            if not self._once():
+                return
+            left_s = self.period_s - (time.monotonic() - begun_s)
+            if left_s <= 0:
+                self.overruns += 1
+            self._wake.wait(max(left_s, 0.0))
+
+    def _once(self) -> bool:
+        """Tick once; return whether to go on."""
+        try:
+            self._tick()
+        except InvariantError as exc:
+            self._on_defect(exc)
+            return False
+        except AlloyError as exc:
+            self.failures += 1
+            self.finished_s = clock.boottime_s()  # it turns; what it met is not its fault
+            LOG.warning("tick_failed", extra={"loop": self.name, "reason": str(exc)})
+        except Exception:
+            self.failures += 1  # a defect that stays makes the loop late, and /healthz red
+            LOG.exception("tick_defect", extra={"loop": self.name})
+        else:
+            self.finished_s = clock.boottime_s()
+        return True
+
+
+class Seen:
+    """The newest of everything, for those who only read."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+        self.audit: AuditResult | None = None
+        self.keeping = keeping.Keeping()
+
+
+class Daemon:
+    """The agent as a service.
+
+    Args:
+        settings: What to run.
+        reread: Returns the settings anew, for SIGHUP.
+        standalone: Embed the reference brain.
+    """
+
+    def __init__(
+        self, settings: Settings, *, reread: Callable[[], Settings], standalone: bool = False
+    ) -> None:
+        self.settings = settings
+        self.standalone = standalone
+        self.seen = Seen()
+        self.node: Node
+        self.page: MetricsPage
+        self._reread = reread
+        self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
+        self._started_s = clock.boottime_s()
+        self._loops: dict[str, Loop] = {}
+        self._layout: Layout | None = None
+        self._layout_text: LayoutRequest | None = None
+        self._metrics_url = ""
+
+    # --- life ---
+
+    def run(self) -> int:
+        """Run until a signal; return the exit code.
+
+        Raises:
+            AlloyError: The daemon cannot start; nothing was changed.
+        """
+        logs.configure(self.settings.log.level, self.settings.log.format)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_signals(self._inbox.put))
+            self._start(stack)
+            return self._serve()
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        """Build everything, in an order in which a refusal comes before any effect."""
+        self._log_settings()
+        self._layout_text = _layout_file(self.settings)
+        self.node = Node(
+            self.settings, write=True, sample=True, salvage=True, on_event=self._on_event
+        )
+        stack.enter_context(self.node)
+        self._start_web(stack)
+        self._start_control(stack)
+        self._start_loops(stack)
+
+    def _log_settings(self) -> None:
+        from alloy_agent.config import unknown_variables
+
+        fields = {"version": __version__, "pid": os.getpid(), "node": self.settings.node_name}
+        LOG.info("starting", extra={**fields, "settings": msgspec.to_builtins(self.settings)})
+        for variable, close in unknown_variables(os.environ):
+            LOG.warning("unknown_variable", extra={"variable": variable, "meant": close})
+
+    def _start_web(self, stack: contextlib.ExitStack) -> None:
+        from alloy_agent.daemon.web import Pages, WebServer
+
+        self.page = self._metrics_page()
+        if not self.settings.metrics.enabled:
+            return
+        pages = Pages(metrics=self.page.render, health=self.health, ready=self.ready)
+        server = WebServer(self.settings.metrics, pages)
+        stack.callback(server.stop)
+        server.start()
+        self._metrics_url = server.url
+        paths = ("/metrics", "/healthz", "/readyz")
+        LOG.info("serving", extra={"what": "http", "addresses": [server.url + p for p in paths]})
+
+    def _start_control(self, stack: contextlib.ExitStack) -> None:
+        from alloy_agent.control import ControlServer
+        from alloy_agent.daemon.service import NodeService
+
+        path = socket_of(self.settings)
+        service = NodeService(
+            self.node,
+            status=self.status,
+            audit=self.audit_now,
+            metrics=self.page.render,
+            touched=self._touched,
+        )
+        server = ControlServer(service, path, on_defect=self._on_defect)
+        server.start()
+        stack.callback(server.stop)
+        LOG.info("serving", extra={"what": "control", "addresses": [f"unix:{path}"]})
+
+    def _start_loops(self, stack: contextlib.ExitStack) -> None:
+        self._add_loop("observe", self.settings.observe.period_s, self.tick_observe)
+        self._add_loop("keep", KEEP_PERIOD_S, self.tick_keep)
+        stack.callback(self._stop_loops)
+        for loop in self._loops.values():
+            loop.start()
+
+    def _add_loop(self, name: str, period_s: float, tick: Callable[[], None]) -> None:
+        self._loops[name] = Loop(name, period_s, tick, self._on_defect)
+
+    def _stop_loops(self) -> None:
+        """Stop all loops; a device call that does not return is left to its worker's end."""
+        if self.node.reconciler is not None:
+            self.node.reconciler.stop()
+        for loop in self._loops.values():
+            loop.stop()
+        until_s = time.monotonic() + STOP_JOIN_S
+        for loop in self._loops.values():
+            if not loop.join(max(0.0, until_s - time.monotonic())):
+                LOG.warning("loop_left", extra={"loop": loop.name})
+
+    # --- main thread ---
+
+    def _serve(self) -> int:
+        """Wait for signals and feed the watchdog; return the exit code."""
+        interval_s = notify.watchdog_interval_s()
+        announced = False
+        while True:
+            try:
+                message = self._inbox.get(
+                    timeout=min(interval_s or 1.0, 1.0 if announced else 0.05)
+                )
+            except queue.Empty:
+                message = None
+            if isinstance(message, BaseException):
+                LOG.critical("defect", exc_info=message)
+                return DEFECT
+            if message in (signal.SIGTERM, signal.SIGINT):
+                LOG.info("stopping", extra={"signal": signal.Signals(message).name})
+                notify.sd_notify(notify.STOPPING)
+                return 0
+            if message == signal.SIGHUP:
+                self._reload()
+            announced = announced or self._announce()
+            if interval_s is not None and self.health() is None:
+                notify.sd_notify(notify.WATCHDOG)
+
+    def _announce(self) -> bool:
+        """Tell the service manager once that the node was seen; return whether it was."""
+        if self.ready() is not None:
+            return False
+        snapshot = self.seen.snapshot
+        devices = 0 if snapshot is None else len(snapshot.devices)
+        LOG.info("ready", extra={"devices": devices, "degraded": self.node.degraded})
+        notify.sd_notify(notify.READY, notify.status(f"{devices} devices"))
+        return True
+
+    # --- reload ---
+
+    def _reload(self) -> None:
+        """Read settings and layout again; whatever is wrong leaves the old ones in force."""
+        notify.sd_notify(notify.reloading(clock.boottime_s()))
+        try:
+            settings = self._reread()
+            text = _layout_file(settings)
+            layout = self._resolve(text)
+        except AlloyError as exc:
+            LOG.error("reload_refused", extra={"reason": str(exc)})  # noqa: TRY400 - one line, by contract
+        else:
+            self._adopt(settings, text, layout)
+        notify.sd_notify(notify.READY)
+
+    def _resolve(self, text: LayoutRequest | None) -> Layout | None:
+        """Return the layout of a file, checked against the devices and the planner."""
+        if text is None:
+            return None
+        snapshot = self.node.observe()
+        layout = self.node.layout_of(text, snapshot)
+        self.node.plan_for(layout, snapshot)
+        return layout
+
+    def _adopt(self, settings: Settings, text: LayoutRequest | None, layout: Layout | None) -> None:
+        waiting = [
+            name
+            for name in settings.__struct_fields__
+            if name not in LIVE_SETTINGS and getattr(settings, name) != getattr(self.settings, name)
+        ]
+        if waiting:
+            LOG.warning("restart_needed", extra={"settings": waiting})
+        logs.configure(settings.log.level, settings.log.format)
+        self.settings = msgspec.structs.replace(
+            self.settings, log=settings.log, layout=settings.layout
+        )
+        self._layout_text = text
+        self._layout = layout
+        self.seen.keeping = keeping.Keeping()
+        LOG.info("reloaded", extra={"layout": None if layout is None else layout.name})
+        self._loops["keep"].wake()
+
+    # --- ticks ---
+
+    def tick_observe(self) -> None:
+        """Take a snapshot for everyone."""
+        before = self.seen.snapshot
+        snapshot = self.node.observe()
+        self.seen.snapshot = snapshot
+        if before is None or keeping.geometry(before) != keeping.geometry(snapshot):
+            self._loops["keep"].wake()
+
+    def tick_keep(self) -> None:
+        """Bring the node back to its layout, where nobody is hurt by it."""
+        if self.node.degraded:
+            return
+        self.node.recover()
+        snapshot = self.node.observe()
+        if self._layout_text is not None and self._layout is None:
+            self._layout = self.node.layout_of(self._layout_text, snapshot)
+        layout = self._layout or self.node.store.desired()
+        if layout is None:
+            self.seen.keeping = keeping.Keeping()
+            return
+        self._keep(layout, snapshot)
+
+    def _keep(self, layout: Layout, snapshot: Snapshot) -> None:
+        now_s, seen = clock.boottime_s(), keeping.situation(layout, snapshot)
+        if keeping.waits(self.seen.keeping, seen, now_s):
+            return
+        try:
+            plan = self.node.plan_for(layout, snapshot)
+            if not plan.steps:
+                self._kept(layout)
+                return
+            reason = keeping.hindrance(plan, snapshot)
+            if reason:
+                self._note(keeping.Keeping(reason=reason))
+                return
+            LOG.info("drift", extra={"layout": layout.name, "steps": len(plan.steps)})
+            report = self.node.carry_out(plan, frozenset({Scope.PARTITION, Scope.DEVICE}))
+        except StoreError:
+            raise
+        except AlloyError as exc:
+            self._note(keeping.after_failure(self.seen.keeping, str(exc), seen, now_s))
+            return
+        self._after(report, seen, now_s)
+
+    def _kept(self, layout: Layout) -> None:
+        """Note that the node is as wanted; a layout from a file becomes the desired one."""
+        if self.node.store.desired() != layout:
+            self.node.store.set_desired(layout)
+        self._note(keeping.Keeping())
+
+    def _after(self, report: ApplyReport, seen: str, now_s: float) -> None:
+        self._touched()
+        if report.outcome in ("applied", "unchanged", "stopped"):
+            self._note(keeping.Keeping())
+        elif report.outcome == "pending":
+            self._note(keeping.Keeping(reason="; ".join(report.pending)))
+        else:
+            reason = report.error or report.outcome
+            self._note(keeping.after_failure(self.seen.keeping, reason, seen, now_s))
+
+    def _note(self, now: keeping.Keeping) -> None:
+        """Remember how keeping stands, and say so once when it changes."""
+        if now.reason != self.seen.keeping.reason:
+            if now.reason:
+                LOG.warning("layout_not_kept", extra={"reason": now.reason})
+            else:
+                LOG.info("layout_kept")
+        self.seen.keeping = now
+
+    def audit_now(self) -> AuditResult:
+        """Run every check now."""
+        result = self.node.audit()
+        self.seen.audit = result
+        return result
+
+    # --- what others ask ---
+
+    def _on_event(self, event: DeviceEvent) -> None:
+        LOG.info(
+            "device_event",
+            extra={"device": event.device, "kind": event.kind, "code": event.code},
+        )
+        self._touched()
+
+    def _touched(self) -> None:
+        """Look at once: something has changed."""
+        for name in ("observe", "audit"):
+            if name in self._loops:
+                self._loops[name].wake()
+
+    def _on_defect(self, defect: BaseException) -> None:
+        if isinstance(defect, InvariantError):
+            self._inbox.put(defect)
+
+    def health(self) -> str | None:
+        """Return why the agent itself is not well, or None."""
+        now_s = clock.boottime_s()
+        late = [loop.name for loop in self._loops.values() if loop.late(now_s)]
+        return f"loops without progress: {', '.join(late)}" if late else None
+
+    def ready(self) -> str | None:
+        """Return why the agent cannot be relied on yet, or None."""
+        return "the node has not been seen yet" if self.seen.snapshot is None else None
+
+    def status(self) -> StatusDocument:
+        """Return how the daemon is doing."""
+        now_s = clock.boottime_s()
+        snapshot, audit = self.seen.snapshot, self.seen.audit
+        desired = None if self.node.degraded else self.node.store.desired()
+        return StatusDocument(
+            node=self.node.name,
+            version=__version__,
+            pid=os.getpid(),
+            boot_id=clock.boot_id(),
+            uptime_s=round(now_s - self._started_s, 3),
+            state_dir=self.settings.state_dir,
+            fake=self.settings.fake,
+            socket=str(socket_of(self.settings)),
+            metrics=self._metrics_url,
+            snapshot_sequence=None if snapshot is None else snapshot.sequence,
+            snapshot_age_s=None if snapshot is None else round(now_s - snapshot.taken_at_s, 6),
+            verdict=None if audit is None else audit.verdict,
+            audit_age_s=None if audit is None else round(now_s - audit.taken_at_s, 6),
+            layout=None if desired is None else desired.name,
+            kept=self.seen.keeping.reason,
+            degraded=self.node.degraded,
+            workers=tuple(worker.state() for worker in self.node.workers),
+            overruns={loop.name: loop.overruns for loop in self._loops.values()},
+        )
+
+    def signals(self) -> tuple[Signal, ...]:
+        """Return the newest value of every signal of every worker."""
+        return tuple(signal for worker in self.node.workers for signal in worker.signals())
+
+    def _metrics_page(self) -> MetricsPage:
+        from alloy_agent.telemetry import metrics
+
+        page = metrics.MetricsPage()
+        now = clock.boottime_s
+        page.add("node", lambda: metrics.snapshot_families(self.seen.snapshot, now()))
+        page.add("audit", lambda: metrics.audit_families(self.seen.audit, now()))
+        page.add("signals", lambda: metrics.signal_families(self.signals(), now()))
+        page.add("agent", self._agent_families)
+        return page
+
+    def _agent_families(self) -> Iterable[Any]:
+        from alloy_agent.telemetry import metrics
+
+        counts = {loop.name: (loop.overruns, loop.failures) for loop in self._loops.values()}
+        reasons = (self.node.degraded, self.seen.keeping.reason)
+        yield from metrics.agent_families(__version__, counts, *reasons)
+
+
+@contextlib.contextmanager
+def _signals(put: Callable[[int], None]) -> Any:
+    """Put the signals of a service into a queue, and give the old handlers back at the end."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    old = {number: signal.signal(number, lambda n, _frame: put(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _layout_file(settings: Settings) -> LayoutRequest | None:
+    """Return the text of the layout file that the settings name.
+
+    Raises:
+        ConfigError: It cannot be read, or is no layout file.
+    """
+    if settings.layout.file is None:
+        return None
+    from alloy_agent.decoding import read_text
+    from alloy_agent.layout import read_layout
+
+    path = Path(settings.layout.file)
+    text = read_text(path)
+    read_layout(text, str(path))
+    return LayoutRequest(text=text, file=str(path), layout=settings.layout.name)
+
+
+__all__ = ["ConfigError", "Daemon", "Loop", "Seen"]

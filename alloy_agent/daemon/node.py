@@ -1,0 +1,406 @@
+"""Every room of one node, built and joined: for a command that acts once and for the daemon alike.
+
+`Node(settings)` is a context manager. Entering it starts one worker process for each backend and
+opens the store meanwhile; leaving it ends them. A command opens the store for reading only, which
+works beside a daemon and on a read-only disk, unless it says that it will write.
+
+Rules that stay true in here:
+
+* One change at a time: whatever changes hardware or the books holds `_changing`.
+* A store that cannot be trusted stops every change and nothing else: `degraded` says why.
+* Nothing of ours is left behind: no process, no socket, no temporary file.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from alloy_agent.backends import backend_specs
+from alloy_agent.daemon import documents
+from alloy_agent.daemon.api import LayoutRequest, OnProgress, Progress
+from alloy_agent.daemon.tenancy import Tenancy
+from alloy_agent.errors import AlloyError, ConfigError, StoreCorruptError, StoreError
+from alloy_agent.host import clock
+from alloy_agent.model import (
+    ApplyReport,
+    AuditResult,
+    DeviceEvent,
+    Diagnosis,
+    Layout,
+    Partition,
+    PartitionId,
+    Plan,
+    Scope,
+    Snapshot,
+    StepReport,
+    TenantId,
+)
+from alloy_agent.observer import Observer
+from alloy_agent.planner import describe
+from alloy_agent.store import Binding, Store
+from alloy_agent.worker import Worker, WorkerSettings
+
+if TYPE_CHECKING:
+    from alloy_agent.config import Settings
+    from alloy_agent.reconciler import Reconciler
+
+LOG = logging.getLogger(__name__)
+
+DEFAULT_TENANT = "local"
+
+
+class Node:
+    """One node. Methods may be called from any thread.
+
+    Args:
+        settings: What to build.
+        write: Open the state for writing; one process at a time can.
+        sample: Run the samplers; a command has no use for them.
+        salvage: Go on without trustworthy state, observing only, instead of failing.
+        on_event: Told of each device event.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        write: bool = False,
+        sample: bool = False,
+        salvage: bool = False,
+        on_event: Callable[[DeviceEvent], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.name = settings.node_name
+        self.notes: list[str] = []
+        self.degraded = ""
+        self._write = write
+        self._salvage = salvage
+        self._changing = threading.RLock()
+        worker_settings = WorkerSettings(
+            rate_hz=settings.sampler.rate_hz,
+            cpu_share_max=settings.sampler.cpu_budget_ratio,
+            realtime=settings.sampler.raise_priority,
+            observe_deadline_s=settings.observe.call_deadline_s,
+            open_deadline_s=settings.observe.start_deadline_s,
+            apply_deadline_s=settings.observe.change_deadline_s,
+            backoff_base_s=settings.observe.restart_min_s,
+            backoff_cap_s=settings.observe.restart_max_s,
+        )
+        self.workers: tuple[Worker, ...] = tuple(
+            Worker(spec, worker_settings, sample=sample, on_event=on_event)
+            for spec in backend_specs(settings)
+        )
+        self.store: Store
+        self.observer: Observer
+        self.tenancy: Tenancy
+        self.reconciler: Reconciler | None = None
+
+    # --- life ---
+
+    def __enter__(self) -> Node:
+        """Start the workers and open the store.
+
+        Raises:
+            StoreError: The state cannot be opened; nothing was started.
+            ConfigError: Simulated silicon cannot be as it was asked for.
+        """
+        if self._write:
+            self.store = self._open_store()
+        try:
+            for worker in self.workers:
+                worker.start()
+            if not self._write:
+                self.store = self._open_store()
+            self.tenancy = Tenancy(self.store)
+            self.observer = Observer(
+                self.workers,
+                self.store,
+                managed=self.tenancy.managed,
+                tenant_of=self.tenancy.tenant_of,
+            )
+            if self._write and not self.degraded:
+                self.reconciler = self._new_reconciler()
+            self._raise_bad_options()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers, in parallel, and close the store. Harmless when repeated."""
+        threads = [threading.Thread(target=worker.stop) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.close()
+
+    def _open_store(self) -> Store:
+        path = Path(self.settings.state_dir)
+        try:
+            return Store.open(path, read_only=not self._write)
+        except StoreCorruptError as exc:
+            if not self._salvage:
+                raise
+            self.degrade(str(exc))
+            return Store.open(path, read_only=True, rebuild=True)
+        except StoreError:
+            if self._write or _readable(path):
+                raise
+            self.notes.append(
+                f"{path} is not readable for this user: generations and tenants are not known"
+            )
+            return Store.open(path / "nothing", read_only=True)
+
+    def _new_reconciler(self) -> Reconciler:
+        from alloy_agent.reconciler import Reconciler
+
+        return Reconciler({w.name: w for w in self.workers}, self, self.store)
+
+    def _raise_bad_options(self) -> None:
+        """Raise what makes a backend refuse its options; other failures show in snapshots."""
+        for worker in self.workers:
+            try:
+                worker.capabilities()
+            except ConfigError:
+                raise
+            except AlloyError as exc:
+                LOG.warning("backend_down", extra={"backend": worker.name, "reason": str(exc)})
+
+    def degrade(self, reason: str) -> None:
+        """Stop every change, for `reason`; observation goes on."""
+        if not self.degraded:
+            self.degraded = reason
+            LOG.error("degraded", extra={"reason": reason})
+
+    # --- looking ---
+
+    def observe(self) -> Snapshot:
+        """Return the node as it is now, with what the books say of it."""
+        self.tenancy.refresh()
+        return self.observer.observe()
+
+    def devices(self) -> documents.DevicesDocument:
+        """Return the devices document, with the tiers that evidence proves now."""
+        snapshot = self.observe()
+        audit = self.look(snapshot) if snapshot.partitions else None
+        now_s = clock.boottime_s()
+        return documents.devices_document(self.name, snapshot, now_s, audit, self.notes)
+
+    # --- layouts ---
+
+    def layout_of(self, request: LayoutRequest, snapshot: Snapshot) -> Layout:
+        """Return the layout that a request names, resolved against the devices of a snapshot.
+
+        Raises:
+            ConfigError: With file and line.
+        """
+        from alloy_agent.layout import choose, read_layout
+
+        return choose(read_layout(request.text, request.file), request.layout, snapshot.devices)
+
+    def plan_for(self, layout: Layout, snapshot: Snapshot) -> Plan:
+        """Return the steps from a snapshot to a layout.
+
+        Raises:
+            PlanImpossibleError: There are none.
+        """
+        from alloy_agent.planner import plan
+
+        return plan(layout, snapshot, self.tenancy.leased(snapshot.partitions))
+
+    def plan(self, request: LayoutRequest) -> documents.PlanDocument:
+        """Return the plan document; changes nothing."""
+        snapshot = self.observe()
+        plan = self.plan_for(self.layout_of(request, snapshot), snapshot)
+        return documents.plan_document(self.name, plan, snapshot)
+
+    def apply(
+        self, request: LayoutRequest, on_progress: OnProgress | None = None
+    ) -> documents.ApplyDocument:
+        """Make a layout so, and keep it as what is desired."""
+        with self._changing:
+            self.recover()
+            snapshot = self.observe()
+            _refuse_changed(request, snapshot)
+            plan = self.plan_for(self.layout_of(request, snapshot), snapshot)
+            report = self.carry_out(plan, frozenset(request.consent), on_progress)
+        return documents.apply_document(self.name, report, plan.notes)
+
+    def carry_out(
+        self, plan: Plan, consent: frozenset[Scope], on_progress: OnProgress | None = None
+    ) -> ApplyReport:
+        """Have the reconciler do a plan; a store that fails meanwhile ends all changes."""
+        reconciler = self._changer()
+        total = len(plan.steps)
+
+        def tell(step: StepReport) -> None:
+            if on_progress is not None:
+                text = describe(step.step)
+                done = step.number - 1 if step.state == "running" else step.number
+                on_progress(Progress(done=done, total=total, text=text))
+
+        try:
+            with self._changing:
+                return reconciler.apply(plan, consent, tell)
+        except StoreError as exc:
+            self.degrade(str(exc))
+            raise
+
+    def recover(self) -> ApplyReport | None:
+        """Finish or take back what an earlier process began and did not end."""
+        reconciler = self._changer()
+        with self._changing:
+            return reconciler.recover()
+
+    def _changer(self) -> Reconciler:
+        if self.degraded:
+            raise StoreError(f"no changes are made: {self.degraded}")
+        if self.reconciler is None:
+            raise StoreError("this node was opened for looking only")
+        return self.reconciler
+
+    # --- tenants ---
+
+    def access(
+        self, partition: str, tenant: str | None, pid: int | None
+    ) -> documents.AccessDocument:
+        """Bind a tenant, and its process, to a partition; return how to be inside of it.
+
+        Raises:
+            ConfigError: There is no such partition, or another tenant is in it.
+        """
+        self._changer()
+        with self._changing:
+            snapshot = self.observe()
+            found = _partition(partition, snapshot.partitions)
+            name = _tenant(found, tenant)
+            self.store.bind(
+                Binding(
+                    partition=found.id,
+                    generation=found.generation,
+                    tenant=name,
+                    since_s=clock.boottime_s(),
+                    boot_id=snapshot.boot_id,
+                    pid=pid,
+                    start_ticks=_start_ticks(pid),
+                )
+            )
+        return documents.AccessDocument(
+            node=self.name,
+            partition=found.id,
+            generation=found.generation,
+            tenant=name,
+            access=found.access,
+        )
+
+    def release(self, partition: str, tenant: str) -> int:
+        """Take the bindings of a tenant to a partition back; return how many there were."""
+        self._changer()
+        with self._changing:
+            found = _partition(partition, self.observe().partitions)
+            return self.store.unbind(found.id, tenant=TenantId(tenant) if tenant else None)
+
+    # --- audit and doctor ---
+
+    def look(self, snapshot: Snapshot) -> AuditResult:
+        """Judge a snapshot without recording anything."""
+        raise NotImplementedError
+
+    def audit(self) -> AuditResult:
+        """Run every check once, recording the evidence where it can be."""
+        raise NotImplementedError
+
+    def doctor(self) -> documents.DoctorDocument:
+        """Return what this host lacks for the agent and for each backend."""
+        from alloy_agent.daemon import needs
+        from alloy_agent.daemon.remote import socket_of
+
+        place = needs.this_place(self.settings.state_dir, str(socket_of(self.settings)))
+        found: list[Diagnosis] = list(needs.diagnose(place))
+        for worker in self.workers:
+            try:
+                found.extend(worker.diagnose())
+            except AlloyError as exc:
+                found.append(
+                    Diagnosis(subject=worker.name, ok=False, found=str(exc), cure=exc.cure)
+                )
+        return documents.doctor_document(self.name, found)
+
+
+def _readable(path: Path) -> bool:
+    """Whether this user can look into the state directory at all."""
+    try:
+        with (path / "state.db").open("rb"):
+            return True
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+
+
+def _refuse_changed(request: LayoutRequest, snapshot: Snapshot) -> None:
+    """Raise where a generation that somebody agreed to change no longer holds."""
+    from alloy_agent.errors import StalePlanError
+
+    generations = {p.id: p.generation for p in snapshot.partitions}
+    for partition, generation in request.expected.items():
+        found = generations.get(partition)
+        if found != generation:
+            now = "is gone" if found is None else f"is now at generation {found}"
+            raise StalePlanError(
+                f"partition {partition}: planned at generation {generation}, {now}",
+                cure="plan again",
+            )
+
+
+def _partition(name: str, partitions: Sequence[Partition]) -> Partition:
+    """Return the partition of this id or UUID.
+
+    Raises:
+        ConfigError: There is none, with the ones that look like it.
+    """
+    for partition in partitions:
+        if name in (partition.id, partition.uuid):
+            return partition
+    import difflib
+
+    ids = [str(p.id) for p in partitions]
+    close = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
+    cure = f"did you mean {' or '.join(close)}?" if close else "see 'alloy-agent devices'"
+    raise ConfigError(f"partition {name}: there is none of this id", cure=cure)
+
+
+def _tenant(partition: Partition, tenant: str | None) -> TenantId:
+    """Return the tenant to bind: the one who is there, or the one who asks."""
+    holder = partition.tenant
+    if holder is None or tenant in (None, holder):
+        return TenantId(tenant or holder or DEFAULT_TENANT)
+    raise ConfigError(
+        f"partition {partition.id}: tenant {holder} is in it, not {tenant}",
+        cure=f"use --tenant {holder}, or another partition",
+    )
+
+
+def _start_ticks(pid: int | None) -> int | None:
+    """Return when a process was started, which tells it from a later one with its number."""
+    if pid is None:
+        return None
+    from alloy_agent.host.processes import start_ticks
+
+    return start_ticks(pid)

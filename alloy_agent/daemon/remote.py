@@ -1,0 +1,153 @@
+"""The node of a running daemon, asked over its socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from alloy_agent.daemon.api import LayoutRequest, OnProgress, Progress
+from alloy_agent.daemon.documents import (
+    AccessDocument,
+    ApplyDocument,
+    DevicesDocument,
+    DoctorDocument,
+    PlanDocument,
+    StatusDocument,
+)
+from alloy_agent.errors import AlloyError, ConfigError, NotPermittedError
+from alloy_agent.model import Scope
+
+if TYPE_CHECKING:
+    from alloy_agent.config import Settings
+    from alloy_agent.control import ControlClient
+    from alloy_agent.model import AuditResult
+
+T = TypeVar("T")
+
+
+def socket_of(settings: Settings) -> Path:
+    """Return where the daemon of these settings listens.
+
+    An agent with a state directory of its own has its socket there, so that two agents with two
+    states never answer for one another.
+    """
+    defaults = type(settings)()
+    if settings.socket_path == defaults.socket_path and settings.state_dir != defaults.state_dir:
+        return Path(settings.state_dir) / "agent.sock"
+    return Path(settings.socket_path)
+
+
+def find_daemon(settings: Settings, *, write: bool) -> RemoteNode | None:
+    """Return the daemon of these settings, or None where none answers.
+
+    A user whom the daemon does not serve may still look at devices without it.
+
+    Raises:
+        ConfigError: It runs with other simulated silicon than was asked for.
+        NotPermittedError: Its socket is closed to this user, who wants to change something.
+    """
+    path = socket_of(settings)
+    try:
+        if not path.exists():
+            return None
+    except PermissionError:
+        return None
+    from alloy_agent.control import ControlClient
+
+    try:
+        client = ControlClient.connect(path)
+    except NotPermittedError:
+        if write:
+            raise
+        return None
+    if client is None:
+        return None
+    node = RemoteNode(client)
+    if settings.fake:
+        _check_fake(node, settings, path)
+    return node
+
+
+def _check_fake(node: RemoteNode, settings: Settings, path: Path) -> None:
+    running = node.status().fake
+    if tuple(running) != tuple(settings.fake):
+        node.close()
+        has = ", ".join(running) or "none"
+        raise ConfigError(
+            f"--fake {', '.join(settings.fake)}: the daemon at {path} has simulated silicon {has}",
+            cure="leave --fake out, or give a --state-dir of its own",
+        )
+
+
+class RemoteNode:
+    """A `NodeApi` whose answers come from a daemon."""
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+
+    def devices(self) -> DevicesDocument:
+        """Return the daemon's devices document."""
+        return _decode(self._client.devices(), DevicesDocument)
+
+    def status(self) -> StatusDocument:
+        """Return how the daemon is doing."""
+        return _decode(self._client.status(), StatusDocument)
+
+    def plan(self, request: LayoutRequest) -> PlanDocument:
+        """Return the daemon's plan."""
+        body = self._client.plan(request.text, request.file, request.layout)
+        return _decode(body, PlanDocument)
+
+    def apply(self, request: LayoutRequest, on_progress: OnProgress | None = None) -> ApplyDocument:
+        """Have the daemon apply a layout."""
+        show = None
+        if on_progress is not None:
+
+            def show(done: int, total: int, text: str) -> None:
+                on_progress(Progress(done=done, total=total, text=text))
+
+        body = self._client.apply(
+            request.text,
+            request.file,
+            request.layout,
+            expected=request.expected,
+            disruptive=bool(set(request.consent) - {Scope.PARTITION}),
+            on_progress=show,
+        )
+        return _decode(body, ApplyDocument)
+
+    def access(self, partition: str, tenant: str | None, pid: int | None) -> AccessDocument:
+        """Have the daemon bind a tenant."""
+        return _decode(self._client.access(partition, tenant or "", pid), AccessDocument)
+
+    def audit(self) -> AuditResult:
+        """Have the daemon run every check now."""
+        from alloy_agent.daemon.documents import audit_of
+
+        return audit_of(self._client.audit())
+
+    def doctor(self) -> DoctorDocument:
+        """Return the daemon's diagnoses."""
+        return _decode(self._client.query("doctor"), DoctorDocument)
+
+    def close(self) -> None:
+        """Let go of the daemon."""
+        self._client.close()
+
+    def __enter__(self) -> RemoteNode:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def _decode(body: bytes, type_: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except msgspec.MsgspecError as exc:
+        raise AlloyError(
+            f"the daemon's answer is no {type_.__name__} of this version: {exc}",
+            cure="restart the daemon after an upgrade",
+        ) from exc
