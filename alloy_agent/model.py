@@ -19,7 +19,7 @@ Rules that stay true in here:
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NewType
+from typing import TYPE_CHECKING, Any, Final, Literal, NewType
 
 import msgspec
 
@@ -412,6 +412,11 @@ class ApplyReport(Value, frozen=True, kw_only=True):
 
 
 # --- observation ---------------------------------------------------------------------------------
+
+
+# A piece made or removed half way: it takes room but is no partition. The fault's `reason` names its
+# place and stays the same while it is there.
+HALF_MADE: Final = "half_made"
 
 
 class DeviceFault(Value, frozen=True, kw_only=True):

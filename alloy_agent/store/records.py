@@ -56,6 +56,8 @@ class Before(Value, frozen=True, kw_only=True):
 
     pieces: tuple[PieceRef, ...] = ()
     modes: tuple[tuple[DeviceId, ModeKind, str], ...] = ()
+    caps: tuple[tuple[PartitionId, int], ...] = ()
+    half: tuple[tuple[DeviceId, str], ...] = ()  # half-made pieces, by reason
 
 
 class Entry(Value, frozen=True, kw_only=True):
