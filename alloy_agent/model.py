@@ -414,7 +414,7 @@ class ApplyReport(Value, frozen=True, kw_only=True):
 # --- observation ---------------------------------------------------------------------------------
 
 
-# A piece made or removed half way: it takes room but is no partition. The fault's `reason` names its
+# A piece made or removed half way: it takes room but is no partition. The `reason` names its
 # place and stays the same while it is there.
 HALF_MADE: Final = "half_made"
 
