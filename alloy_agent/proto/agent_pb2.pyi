@@ -1692,9 +1692,10 @@ class Device(_message.Message):
     MODES_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     TIER_LIMITS_FIELD_NUMBER: _builtins.int
-    MAX_PLACEMENT_SIZES_FIELD_NUMBER: _builtins.int
+    LEGAL_SIZES_FIELD_NUMBER: _builtins.int
     FAULT_NOTE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PCI_ID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     vendor: Global___Vendor.ValueType
     model: _builtins.str
@@ -1716,6 +1717,7 @@ class Device(_message.Message):
     fault_note: _builtins.str
     draining: _builtins.bool
     """Drained: running work stays, nothing new comes."""
+    pci_id: _builtins.str
     @_builtins.property
     def units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1729,7 +1731,7 @@ class Device(_message.Message):
     @_builtins.property
     def tier_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierLimit]: ...
     @_builtins.property
-    def max_placement_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def legal_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1757,13 +1759,14 @@ class Device(_message.Message):
         modes: _abc.Iterable[Global___Mode] | None = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
         tier_limits: _abc.Iterable[Global___TierLimit] | None = ...,
-        max_placement_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        legal_sizes: _abc.Iterable[_builtins.int] | None = ...,
         fault_note: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        pci_id: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bus", b"_bus", "_compute_units", b"_compute_units", "_driver", b"_driver", "_hive", b"_hive", "_memory_bytes", b"_memory_bytes", "_numa_node", b"_numa_node", "_serial", b"_serial", "bus", b"bus", "compute_units", b"compute_units", "driver", b"driver", "hive", b"hive", "memory_bytes", b"memory_bytes", "numa_node", b"numa_node", "serial", b"serial"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bus", b"_bus", "_compute_units", b"_compute_units", "_driver", b"_driver", "_hive", b"_hive", "_memory_bytes", b"_memory_bytes", "_numa_node", b"_numa_node", "_pci_id", b"_pci_id", "_serial", b"_serial", "bus", b"bus", "compute_units", b"compute_units", "driver", b"driver", "hive", b"hive", "memory_bytes", b"memory_bytes", "numa_node", b"numa_node", "pci_id", b"pci_id", "serial", b"serial"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bus", b"_bus", "_compute_units", b"_compute_units", "_driver", b"_driver", "_hive", b"_hive", "_memory_bytes", b"_memory_bytes", "_numa_node", b"_numa_node", "_serial", b"_serial", "backend", b"backend", "bus", b"bus", "compute_units", b"compute_units", "condition", b"condition", "condition_reason", b"condition_reason", "draining", b"draining", "driver", b"driver", "fault_note", b"fault_note", "hive", b"hive", "id", b"id", "index", b"index", "links", b"links", "max_placement_sizes", b"max_placement_sizes", "memory_bytes", b"memory_bytes", "model", b"model", "modes", b"modes", "numa_node", b"numa_node", "profiles", b"profiles", "reserved_units", b"reserved_units", "scheme", b"scheme", "serial", b"serial", "simulated", b"simulated", "slice_name", b"slice_name", "slices", b"slices", "tier_limits", b"tier_limits", "units", b"units", "vendor", b"vendor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bus", b"_bus", "_compute_units", b"_compute_units", "_driver", b"_driver", "_hive", b"_hive", "_memory_bytes", b"_memory_bytes", "_numa_node", b"_numa_node", "_pci_id", b"_pci_id", "_serial", b"_serial", "backend", b"backend", "bus", b"bus", "compute_units", b"compute_units", "condition", b"condition", "condition_reason", b"condition_reason", "draining", b"draining", "driver", b"driver", "fault_note", b"fault_note", "hive", b"hive", "id", b"id", "index", b"index", "legal_sizes", b"legal_sizes", "links", b"links", "memory_bytes", b"memory_bytes", "model", b"model", "modes", b"modes", "numa_node", b"numa_node", "pci_id", b"pci_id", "profiles", b"profiles", "reserved_units", b"reserved_units", "scheme", b"scheme", "serial", b"serial", "simulated", b"simulated", "slice_name", b"slice_name", "slices", b"slices", "tier_limits", b"tier_limits", "units", b"units", "vendor", b"vendor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bus: _TypeAlias = _typing.Literal["bus"]  # noqa: Y015
     _WhichOneofArgType__bus: _TypeAlias = _typing.Literal["_bus", b"_bus"]  # noqa: Y015
@@ -1777,6 +1780,8 @@ class Device(_message.Message):
     _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
     _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    _WhichOneofReturnType__pci_id: _TypeAlias = _typing.Literal["pci_id"]  # noqa: Y015
+    _WhichOneofArgType__pci_id: _TypeAlias = _typing.Literal["_pci_id", b"_pci_id"]  # noqa: Y015
     _WhichOneofReturnType__serial: _TypeAlias = _typing.Literal["serial"]  # noqa: Y015
     _WhichOneofArgType__serial: _TypeAlias = _typing.Literal["_serial", b"_serial"]  # noqa: Y015
     @_typing.overload
@@ -1791,6 +1796,8 @@ class Device(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pci_id) -> _WhichOneofReturnType__pci_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__serial) -> _WhichOneofReturnType__serial | None: ...
 

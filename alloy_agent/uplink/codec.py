@@ -1,0 +1,535 @@
+"""The nouns on the wire: pure functions from `model` values to messages and from commands back.
+
+Rules that stay true in here:
+
+* Times leave as ages on the node's boot clock; nothing in here reads a clock.
+* What is None stays absent; a reading without a value travels as its quality, never as a zero that
+  could be taken for one.
+* A command that makes no sense raises `ConfigError` naming the field; the caller answers with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final
+
+from alloy_agent import leases
+from alloy_agent.errors import ConfigError
+from alloy_agent.model import (
+    Capabilities,
+    Condition,
+    Device,
+    Finding,
+    Lease,
+    LeasedPiece,
+    LeaseId,
+    LeaseState,
+    Link,
+    Mode,
+    Owner,
+    Partition,
+    PartitionId,
+    Profile,
+    Quality,
+    Signal,
+    Snapshot,
+    TenantId,
+    Tier,
+    Value,
+)
+from alloy_agent.proto import agent_pb2 as pb
+
+SCHEMA_VERSION: Final = 1
+MIB: Final = 1024 * 1024
+UINT32_MAX: Final = 2**32 - 1
+UINT64_MAX: Final = 2**64 - 1
+
+
+def enum_number(kind: str, value: StrEnum | None) -> Any:
+    """Return the wire's number of an enum value; VENDOR_AMD for ("Vendor", Vendor.AMD)."""
+    if value is None:
+        return 0
+    prefix = "".join(f"_{letter}" if letter.isupper() else letter for letter in kind)
+    enum: Any = getattr(pb, kind)
+    return enum.Value(f"{prefix.strip('_').upper()}_{value.name}")
+
+
+def age_ms(time_s: float, now_s: float) -> int:
+    """Return how old a time of the boot clock is, in whole milliseconds; 0 when it is ahead."""
+    return min(UINT32_MAX, max(0, round((now_s - time_s) * 1e3)))
+
+
+# --- inventory and state --------------------------------------------------------------------------
+
+
+def capability(one: Capabilities) -> pb.Capability:
+    """Return what a backend can do."""
+    return pb.Capability(
+        backend=one.backend,
+        vendors=[enum_number("Vendor", vendor) for vendor in one.vendors],
+        library=one.library,
+        library_version=one.library_version,
+        can_partition=one.can_partition,
+        can_share=one.can_share,
+        has_events=one.has_events,
+        notes=one.notes,
+    )
+
+
+def _profile(one: Profile) -> pb.Profile:
+    return pb.Profile(
+        name=one.name,
+        size=one.size,
+        starts=one.starts,
+        max_count=one.max_count,
+        memory_bytes=one.memory_bytes,
+        compute_units=one.compute_units,
+        attributes=one.attributes,
+        vendor_ref=one.vendor_ref,
+    )
+
+
+def _mode(one: Mode) -> pb.Mode:
+    return pb.Mode(
+        kind=enum_number("ModeKind", one.kind),
+        current=one.current,
+        pending=one.pending,
+        available=one.available,
+        change=enum_number("ModeChange", one.change),
+        scope=enum_number("Scope", one.scope),
+    )
+
+
+def _link(one: Link) -> pb.Link:
+    return pb.Link(
+        peer=one.peer,
+        kind=one.kind,
+        bandwidth_bytes_per_s=one.bandwidth_bytes_per_s,
+        hops=one.hops,
+    )
+
+
+def _owner(one: Owner) -> pb.Owner:
+    vendors = [enum_number("Vendor", vendor) for vendor in one.vendors]
+    return pb.Owner(name=one.name, evidence=one.evidence, vendors=vendors)
+
+
+def device(one: Device, *, draining: bool = False) -> pb.Device:
+    """Return a device with all that a placement may depend on."""
+    limits = [
+        pb.TierLimit(way=limit.way, tier=enum_number("Tier", limit.tier), reason=limit.reason)
+        for limit in one.tier_limits
+    ]
+    return pb.Device(
+        id=one.id,
+        vendor=enum_number("Vendor", one.vendor),
+        model=one.model,
+        backend=one.backend,
+        scheme=enum_number("Scheme", one.scheme),
+        slices=one.slices,
+        slice_name=one.slice_name,
+        index=one.index,
+        simulated=one.simulated,
+        condition=enum_number("Condition", one.condition),
+        condition_reason=one.condition_reason,
+        bus=one.bus,
+        serial=one.serial,
+        numa_node=one.numa_node,
+        hive=one.hive,
+        driver=one.driver,
+        memory_bytes=one.memory_bytes,
+        compute_units=one.compute_units,
+        units=one.units,
+        reserved_units=one.reserved_units,
+        profiles=[_profile(profile) for profile in one.profiles],
+        modes=[_mode(mode) for mode in one.modes],
+        links=[_link(link) for link in one.links],
+        tier_limits=limits,
+        legal_sizes=one.legal_sizes,
+        pci_id=one.pci_id,
+        fault_note=one.fault_note,
+        draining=draining,
+    )
+
+
+def inventory(
+    snapshot: Snapshot, revision: int, *, draining: frozenset[str] = frozenset()
+) -> pb.Inventory:
+    """Return the devices of a node and who else manages them."""
+    return pb.Inventory(
+        revision=revision,
+        devices=[device(one, draining=one.id in draining) for one in snapshot.devices],
+        owners=[_owner(one) for one in snapshot.owners],
+        boot_id=snapshot.boot_id,
+    )
+
+
+class Standing(Value, frozen=True, kw_only=True):
+    """What other rooms know of a partition: its proved tier, its lease, whether it is drained."""
+
+    tier: Tier | None = None
+    tier_reason: str = ""
+    lease: LeaseId | None = None
+    evidence_sequence: int = 0
+    draining: bool = False
+
+
+def partition(one: Partition, standing: Standing) -> pb.Partition:
+    """Return a partition as it is now."""
+    return pb.Partition(
+        id=one.id,
+        device=one.device,
+        profile=one.profile,
+        start=one.placement.start,
+        size=one.placement.size,
+        incarnation=one.incarnation,
+        generation=one.generation,
+        uuid=one.uuid,
+        memory_bytes=one.memory_bytes,
+        compute_units=one.compute_units,
+        share=enum_number("Share", one.share),
+        ordinal=one.ordinal,
+        managed=one.managed,
+        tenant=one.tenant,
+        tier=enum_number("Tier", standing.tier),
+        tier_reason=standing.tier_reason,
+        lease=standing.lease,
+        units=one.units,
+        evidence_sequence=standing.evidence_sequence,
+        draining=standing.draining,
+    )
+
+
+def partition_state(
+    snapshot: Snapshot,
+    revision: int,
+    now_s: float,
+    standings: Mapping[PartitionId, Standing],
+) -> pb.PartitionState:
+    """Return all partitions of a node; rows of `fast` follow their order."""
+    nothing = Standing()
+    return pb.PartitionState(
+        revision=revision,
+        snapshot_sequence=snapshot.sequence,
+        age_ms=age_ms(snapshot.taken_at_s, now_s),
+        partitions=[partition(one, standings.get(one.id, nothing)) for one in snapshot.partitions],
+    )
+
+
+# --- telemetry ------------------------------------------------------------------------------------
+
+
+class Column(Value, frozen=True, kw_only=True):
+    """Where a signal goes: field, factor from the signal's unit, and whether to round up."""
+
+    field: str
+    factor: float
+    up: bool = False
+
+
+PARTITION_COLUMNS: Final = {  # in the order of the quality bits
+    "alloy_partition_compute_active_ratio": Column(field="compute_active_e4", factor=1e4),
+    "alloy_partition_memory_used_bytes": Column(field="memory_used_mib", factor=1 / MIB, up=True),
+    "alloy_partition_memory_bandwidth_active_ratio": Column(
+        field="memory_bandwidth_active_e4", factor=1e4
+    ),
+    "alloy_partition_headroom_p95_ratio": Column(field="headroom_p95_e4", factor=1e4),
+    "alloy_partition_link_active_ratio": Column(field="link_active_e4", factor=1e4),
+    "alloy_partition_throttle_bits": Column(field="throttle", factor=1.0),
+    "alloy_partition_errors": Column(field="errors", factor=1.0),
+    "alloy_partition_rate_ratio": Column(field="rate_e3", factor=1e3),
+}
+DEVICE_COLUMNS: Final = {
+    "alloy_device_temperature_headroom_celsius": Column(
+        field="temperature_headroom_dk", factor=10.0
+    ),
+    "alloy_device_power_watts": Column(field="power_w", factor=1.0),
+    "alloy_device_throttle_bits": Column(field="throttle", factor=1.0),
+    "alloy_device_errors": Column(field="errors", factor=1.0),
+    "alloy_device_memory_used_bytes": Column(field="memory_used_mib", factor=1 / MIB, up=True),
+}
+_QUALITY: Final = {
+    Quality.VALUE: 0,
+    Quality.NOT_SUPPORTED: 1,
+    Quality.NOT_PERMITTED: 2,
+    Quality.STALE: 3,
+}
+
+
+class GateRow(Value, frozen=True, kw_only=True):
+    """The gates of one partition or device together: open, closed, or unknown (None), and why."""
+
+    open: bool | None
+    gate: str = ""
+    reason: str = ""
+
+
+def fast(  # noqa: PLR0913, PLR0917 - one argument for each part of the message
+    signals: Iterable[Signal],
+    partitions: Sequence[PartitionId],
+    devices: Sequence[str],
+    gates: Mapping[str, GateRow],
+    now_s: float,
+    revisions: tuple[int, int],
+    sample: int,
+) -> pb.Fast:
+    """Return one sample of the node in columns.
+
+    Args:
+        signals: All that were read; those without a column go into named ones.
+        partitions: Rows, in the order of the PartitionState of that revision.
+        devices: Rows, in the order of the Inventory of that revision.
+        gates: By partition or device id; absent is unknown.
+        now_s: The boot clock, for ages.
+        revisions: Of PartitionState and Inventory.
+        sample: Number of the sample; grows.
+    """
+    message = pb.Fast(partitions_revision=revisions[0], inventory_revision=revisions[1])
+    message.sample = sample
+    by_name: dict[str, dict[str, Signal]] = {}
+    for signal in signals:
+        by_name.setdefault(signal.spec.name, {})[signal.spec.subject] = signal
+    blocks: tuple[tuple[Any, Sequence[str], Mapping[str, Column]], ...] = (
+        (message.partitions, partitions, PARTITION_COLUMNS),
+        (message.devices, devices, DEVICE_COLUMNS),
+    )
+    for is_device, (block, rows, columns) in enumerate(blocks):
+        _fill(block, rows, columns, by_name, now_s)
+        _fill_gates(message, block, rows, gates, bool(is_device))
+    for name, found in sorted(by_name.items()):
+        if name not in PARTITION_COLUMNS and name not in DEVICE_COLUMNS:
+            message.others.append(_named(name, found, now_s))
+    return message
+
+
+def _fill(
+    block: Any,
+    rows: Sequence[str],
+    columns: Mapping[str, Column],
+    by_name: Mapping[str, Mapping[str, Signal]],
+    now_s: float,
+) -> None:
+    """Put every column that anybody has into a block, then the ages and qualities of its rows."""
+    oldest_s = [now_s] * len(rows)
+    quality = [0] * len(rows)
+    for number, (name, column) in enumerate(columns.items()):
+        found = by_name.get(name)
+        if not found:
+            continue
+        numbers = []
+        for row, subject in enumerate(rows):
+            signal = found.get(subject)
+            number_, state = _reading(signal, column)
+            numbers.append(number_)
+            quality[row] |= state << (2 * number)
+            if signal is not None and state in {0, 3}:
+                oldest_s[row] = min(oldest_s[row], _time_of(signal))
+        getattr(block, column.field).extend(numbers)
+    if rows:
+        block.age_ms.extend(age_ms(time_s, now_s) for time_s in oldest_s)
+    if any(quality):
+        block.quality.extend(quality)
+
+
+def _reading(signal: Signal | None, column: Column) -> tuple[int, int]:
+    """Return a signal's number in its column, and its two bits of quality."""
+    if signal is None:
+        return 0, _QUALITY[Quality.NOT_SUPPORTED]
+    if signal.value is None or not math.isfinite(signal.value):
+        state = Quality.NOT_SUPPORTED if signal.quality is Quality.VALUE else signal.quality
+        return 0, _QUALITY[Quality.NOT_SUPPORTED if state is Quality.STALE else state]
+    scaled = signal.value * column.factor
+    number = math.ceil(scaled) if column.up else round(scaled)
+    low = -(2**31) if column.field == "temperature_headroom_dk" else 0
+    high = 2**31 - 1 if low else UINT32_MAX
+    return min(high, max(low, number)), _QUALITY[signal.quality]
+
+
+def _time_of(signal: Signal) -> float:
+    return signal.read_time_s if signal.source_time_s is None else signal.source_time_s
+
+
+def _fill_gates(
+    message: pb.Fast,
+    block: Any,
+    rows: Sequence[str],
+    gates: Mapping[str, GateRow],
+    is_device: bool,
+) -> None:
+    """Put the gate of every row into a block, and the reasons of those that are not open."""
+    if not any(subject in gates for subject in rows):
+        return
+    unknown = GateRow(open=None, reason="not judged yet")
+    for row, subject in enumerate(rows):
+        state = gates.get(subject, unknown)
+        numbers = {True: pb.GATE_OPEN, False: pb.GATE_CLOSED, None: pb.GATE_UNKNOWN}
+        block.gate.append(numbers[state.open])
+        if state.open is not True:
+            message.reasons.add(device=is_device, row=row, gate=state.gate, reason=state.reason)
+
+
+def _named(name: str, found: Mapping[str, Signal], now_s: float) -> pb.NamedColumn:
+    """Return a column for a signal that has none of its own yet."""
+    column = pb.NamedColumn(signal=name)
+    for subject, signal in sorted(found.items()):
+        column.subjects.append(subject)
+        column.values.append(signal.value if signal.value is not None else 0.0)
+        column.age_ms.append(age_ms(_time_of(signal), now_s))
+        missing = signal.value is None and signal.quality in {Quality.VALUE, Quality.STALE}
+        quality: Any = _QUALITY[Quality.NOT_SUPPORTED if missing else signal.quality]
+        column.quality.append(quality)
+    return column
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def finding(one: Finding, now_s: float, evidence: tuple[int, str] = (0, "")) -> pb.Finding:
+    """Return a changed verdict, with sequence and hash of its evidence record."""
+    return pb.Finding(
+        check=one.check,
+        subject=one.subject,
+        before=enum_number("Verdict", one.before),
+        after=enum_number("Verdict", one.after),
+        tier_before=enum_number("Tier", one.tier_before),
+        tier_after=enum_number("Tier", one.tier_after),
+        expected=one.expected,
+        observed=one.observed,
+        age_ms=age_ms(one.time_s, now_s),
+        wall_s=one.time_wall_s,
+        evidence_sequence=evidence[0],
+        evidence_hash=evidence[1],
+    )
+
+
+def device_health(one: Device, before: Condition, now_s: float, since_s: float) -> pb.Health:
+    """Return that a device answers differently from before."""
+    states = {Condition.OK: pb.HEALTH_STATE_OK, Condition.STALLED: pb.HEALTH_STATE_UNKNOWN}
+    return pb.Health(
+        device=one.id,
+        state=states.get(one.condition, pb.HEALTH_STATE_FAILED),
+        before=states.get(before, pb.HEALTH_STATE_FAILED),
+        cause=one.condition_reason or one.condition.value,
+        code=f"condition:{one.condition.value}",
+        source=one.backend,
+        age_ms=age_ms(since_s, now_s),
+        count=1,
+        scope=pb.SCOPE_DEVICE,
+    )
+
+
+def lease(one: Lease, now_s: float) -> pb.Lease:
+    """Return a lease, its end as time that is left."""
+    left_ms = 0 if one.expires_at_s is None else max(0, round((one.expires_at_s - now_s) * 1e3))
+    return pb.Lease(
+        id=one.id,
+        tenant=one.tenant,
+        partitions=[_ref(piece) for piece in one.pieces],
+        token=one.token,
+        state=enum_number("LeaseState", one.state),
+        boot_id=one.boot_id,
+        expires_in_ms=left_ms,
+        has_end=one.expires_at_s is not None,
+        epoch=one.epoch,
+        age_ms=age_ms(one.granted_at_s, now_s),
+    )
+
+
+def lease_change(change: leases.Change, now_s: float, command_id: str = "") -> pb.LeaseChange:
+    """Return that a lease moved to another state."""
+    moved = lease(change.lease, now_s)
+    moved.state = _lease_state(change.after)
+    return pb.LeaseChange(
+        lease=moved,
+        before=_lease_state(change.before),
+        cause=change.cause,
+        command_id=command_id,
+    )
+
+
+def _lease_state(state: LeaseState | None) -> pb.LeaseState.ValueType:
+    number: pb.LeaseState.ValueType = enum_number("LeaseState", state) or pb.LEASE_STATE_FREE
+    return number
+
+
+def _ref(piece: LeasedPiece) -> pb.PartitionRef:
+    return pb.PartitionRef(id=piece.partition, generation=piece.generation)
+
+
+# --- lease commands -------------------------------------------------------------------------------
+
+LEASE_COMMANDS: Final = frozenset({"reserve", "commit", "renew", "release"})
+
+
+def lease_command(message: pb.BrainMessage) -> leases.Command:
+    """Return the lease command of a message.
+
+    Raises:
+        ConfigError: It is another kind of message, or a field is out of range.
+    """
+    kind = message.WhichOneof("body")
+    epoch = message.epoch
+    if kind == "reserve":
+        return _reserve(message.reserve, epoch)
+    if kind == "commit":
+        wish = message.commit
+        ttl_s = wish.ttl_ms / 1e3 if wish.ttl_ms else None
+        return leases.Commit(lease=LeaseId(wish.lease), token=wish.token, ttl_s=ttl_s, epoch=epoch)
+    if kind == "renew":
+        renew = message.renew
+        return leases.Renew(
+            lease=LeaseId(renew.lease), token=renew.token, ttl_s=renew.ttl_ms / 1e3, epoch=epoch
+        )
+    if kind == "release":
+        return leases.Release(
+            lease=LeaseId(message.release.lease),
+            token=message.release.token or None,
+            tenant=TenantId(message.release.tenant) or None,
+            epoch=epoch,
+        )
+    raise ConfigError(f"command {kind}: it is not about leases")
+
+
+def _reserve(wish: pb.Reserve, epoch: int) -> leases.Reserve:
+    """Return a reservation; its ids are checked by `leases`, its number of pieces here."""
+    if len(wish.partitions) > leases.MAX_PIECES:
+        raise ConfigError(f"lease {wish.lease[:64]!r}: more than {leases.MAX_PIECES} partitions")
+    return leases.Reserve(
+        lease=LeaseId(wish.lease),
+        tenant=TenantId(wish.tenant),
+        pieces=tuple(
+            LeasedPiece(partition=PartitionId(ref.id), generation=ref.generation)
+            for ref in wish.partitions
+        ),
+        ttl_s=wish.ttl_ms / 1e3,
+        epoch=epoch,
+    )
+
+
+_REFUSED_AS: Final = {
+    leases.Refusal.STALE_GENERATION: "StaleTokenError",
+    leases.Refusal.STALE_TOKEN: "StaleTokenError",
+    leases.Refusal.STALE_EPOCH: "StaleTokenError",
+    leases.Refusal.EXPIRED: "LeaseExpiredError",
+    leases.Refusal.OTHER_BOOT: "LeaseExpiredError",
+    leases.Refusal.INVALID: "ConfigError",
+}
+
+
+def lease_reply(command_id: str, lease_id: str, reply: leases.Reply, now_s: float) -> pb.Reply:
+    """Return the answer to a lease command."""
+    message = pb.Reply(command_id=command_id, lease=lease_id, status=pb.STATUS_OK)
+    message.generations.extend(_ref(piece) for piece in reply.generations)
+    message.lease_state = _lease_state(reply.lease.state if reply.lease else None)
+    message.token = reply.token
+    if reply.lease is not None and reply.lease.expires_at_s is not None:
+        message.expires_in_ms = max(0, round((reply.lease.expires_at_s - now_s) * 1e3))
+    if reply.refusal is not None:
+        message.status = pb.STATUS_REFUSED
+        message.refusal = enum_number("Refusal", reply.refusal)
+        message.error.kind = _REFUSED_AS.get(reply.refusal, "LeaseRefusedError")
+        message.error.message = reply.reason
+        message.error.cure = reply.cure
+    return message
