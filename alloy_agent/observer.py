@@ -121,7 +121,7 @@ def _nobody() -> tuple[Owner, ...]:
 class Observer:
     """Freezes what all workers say into one `Snapshot`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each argument is one neighbour
         self,
         workers: Sequence[Observed],
         generations: Generations,
@@ -264,8 +264,7 @@ class Observer:
                 out.append(got)
             else:
                 out.append(self._kept(worker, device, got))
-        for device in known.keys() - set(listed):
-            out.append(_missing(known[device]))
+        out.extend(_missing(seen) for device, seen in known.items() if device not in listed)
         return out
 
     def _kept(self, worker: Observed, device: DeviceId, why: AlloyError | None) -> Observation:
