@@ -2,7 +2,7 @@
 
 Sequences only grow within one state file and are never used twice; a file that was lost starts a
 new epoch, so (node, epoch, sequence) names an event for good. The outbox is bounded: when it is
-full the oldest event goes, and is counted.
+full the oldest event that may go goes, and is counted.
 """
 
 from __future__ import annotations
@@ -27,37 +27,43 @@ class OutboxTable(MarkedDatabase):
         *,
         max_rows: int = MAX_ROWS,
         max_bytes: int = MAX_BYTES,
+        keep: frozenset[str] = frozenset(),
     ) -> OutboxRow:
-        """Keep one event and return it with its epoch and sequence."""
+        """Keep one event and return it with its epoch and sequence.
+
+        Kinds in `keep` are never dropped to make room, not even beyond the bounds.
+        """
         with self._write() as con:
             (last,) = con.execute("SELECT coalesce(max(sequence), 0) FROM outbox").fetchone()
             sequence = max(int(last), self.outbox_acknowledged()) + 1
             epoch, now = self.epoch(), time.time()
-            self._make_room(len(payload), max_rows, max_bytes)
+            self._make_room(len(payload), max_rows, max_bytes, keep)
             self._put(con, "outbox", sequence, node, epoch, kind, payload, now)
         return OutboxRow(
             node=node, epoch=epoch, sequence=sequence, kind=kind, payload=payload, time_wall_s=now
         )
 
-    def _make_room(self, size: int, max_rows: int, max_bytes: int) -> None:
+    def _make_room(self, size: int, max_rows: int, max_bytes: int, keep: frozenset[str]) -> None:
         state = self.outbox_state()
-        rows, size_bytes, dropped, through = state.rows, state.size_bytes, 0, 0
+        rows, size_bytes = state.rows, state.size_bytes
         if rows < max_rows and size_bytes + size <= max_bytes:
             return
+        dropped: list[tuple[int]] = []
         with self._write() as con:
-            for sequence, length in con.execute(
-                "SELECT sequence, length(payload) FROM outbox ORDER BY sequence"
-            ).fetchall():
+            for sequence, length, kind in con.execute(
+                "SELECT sequence, length(payload), kind FROM outbox ORDER BY sequence"
+            ):
                 if rows < max_rows and size_bytes + size <= max_bytes:
                     break
-                rows, size_bytes, dropped, through = (
-                    rows - 1,
-                    size_bytes - int(length),
-                    dropped + 1,
-                    int(sequence),
-                )
-            con.execute("DELETE FROM outbox WHERE sequence <= ?", (through,))
-            self.set_meta("outbox_dropped", str(state.dropped + dropped))
+                if kind not in keep:
+                    rows, size_bytes = rows - 1, size_bytes - int(length)
+                    dropped.append((int(sequence),))
+            if not dropped:
+                return
+            con.executemany("DELETE FROM outbox WHERE sequence = ?", dropped)
+            (first,) = con.execute("SELECT min(sequence) FROM outbox").fetchone()
+            through = dropped[-1][0] if first is None else int(first) - 1
+            self.set_meta("outbox_dropped", str(state.dropped + len(dropped)))
             self.set_meta("outbox_floor", str(max(through, int(self.meta("outbox_floor") or 0))))
 
     def outbox_pending(self, after: int = 0, limit: int = 256) -> tuple[OutboxRow, ...]:
