@@ -71,7 +71,8 @@ def os_failure(exc: OSError, path: Path) -> StoreError:
 def sqlite_failure(exc: sqlite3.Error, path: Path) -> StoreError:
     """Return the `StoreError` that explains a failed SQLite call on `path`."""
     code = getattr(exc, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    undecodable = isinstance(exc, sqlite3.OperationalError) and "UTF-8" in str(exc)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or undecodable:
         return corrupt(path, str(exc))
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreError(

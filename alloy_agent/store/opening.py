@@ -66,8 +66,27 @@ def _close(con: sqlite3.Connection | None) -> None:
             con.close()
 
 
+# What SQLite says to our fixed statements only when the file holds another schema or odd values.
+_NONSENSE = (
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_NOMEM,
+)
+
+
 def inspect(con: sqlite3.Connection, path: Path) -> None:
     """Raise unless the database is ours, whole, and of a version that this program knows."""
+    try:
+        _inspect(con, path)
+    except (sqlite3.Error, UnicodeDecodeError) as exc:
+        if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _NONSENSE:
+            raise files.corrupt(path, str(exc)) from exc
+        raise
+
+
+def _inspect(con: sqlite3.Connection, path: Path) -> None:
     (application,) = con.execute("PRAGMA application_id").fetchone()
     tables = {
         name for (name,) in con.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
