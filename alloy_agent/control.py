@@ -80,7 +80,7 @@ class NodeApi(Protocol):
         """Return the plan document for the text of a layout file; changes nothing."""
         ...
 
-    def apply(
+    def apply(  # noqa: PLR0913 - a command has its parts
         self,
         layout: str,
         source: str,
@@ -708,7 +708,7 @@ class ControlClient:
         """Return the plan document for the text of a layout file."""
         return self.document(_layout_command(layout, source, name, dry_run=True))
 
-    def apply(
+    def apply(  # noqa: PLR0913 - a command has its parts
         self,
         layout: str,
         source: str,

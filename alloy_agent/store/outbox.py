@@ -19,10 +19,16 @@ MAX_BYTES = 8 * 1024 * 1024
 class OutboxTable(MarkedDatabase):
     """At-least-once delivery in order, from disk."""
 
-    outbox_max_rows = MAX_ROWS
-    outbox_max_bytes = MAX_BYTES
-
-    def outbox_add(self, node: str, kind: str, payload: bytes) -> OutboxRow:
+    def outbox_add(  # noqa: PLR0913
+        self,
+        node: str,
+        kind: str,
+        payload: bytes,
+        *,
+        max_rows: int = MAX_ROWS,
+        max_bytes: int = MAX_BYTES,
+        keep: frozenset[str] = frozenset(),
+    ) -> OutboxRow:
         """Keep one event and return it with its epoch and sequence.
 
         Kinds in `keep` are never dropped to make room, not even beyond the bounds.
