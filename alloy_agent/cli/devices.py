@@ -9,7 +9,7 @@ from alloy_agent.cli import output
 from alloy_agent.cli.output import Column
 
 if TYPE_CHECKING:
-    from alloy_agent.daemon.documents import DevicesDocument, DeviceView
+    from alloy_agent.daemon.documents import DevicesDocument, DeviceView, PartitionEntry
     from alloy_agent.model import Device, Profile
 
 
@@ -58,23 +58,21 @@ def show(document: DevicesDocument) -> None:
 
 def _show_devices(views: tuple[DeviceView, ...]) -> None:
     columns = (
-        Column("DEVICE", flexible=True),
+        Column("#", right=True),
+        Column("DEVICE"),
         Column("MODEL", flexible=True),
         Column("MEMORY", right=True),
         Column("SLICES", right=True),
-        Column("NUMA", right=True),
         Column("STATE", flexible=True),
-        Column("BEST TIER", flexible=True),
     )
     rows = [
         (
+            str(v.device.index),
             v.device.id,
-            v.device.model + (" (simulated)" if v.device.simulated else ""),
+            v.device.model,
             _size(v.device.memory_bytes),
-            f"{v.device.slices} {v.device.slice_name}",
-            "-" if v.device.numa_node is None else str(v.device.numa_node),
+            str(v.device.slices),
             _state(v.device),
-            _tiers(v.device),
         )
         for v in views
     ]
@@ -90,6 +88,8 @@ def _size(memory_bytes: int | None) -> str:
 def _state(device: Device) -> str:
     """Return the condition of a device, its modes and its fault note in few words."""
     parts = [] if device.condition == "ok" else [f"{device.condition}: {device.condition_reason}"]
+    if device.simulated:
+        parts.append("simulated")
     for mode in device.modes:
         pending = f" (pending {mode.pending})" if mode.pending else ""
         parts.append(f"{mode.kind}={mode.current}{pending}")
@@ -99,7 +99,7 @@ def _state(device: Device) -> str:
 
 
 def _tiers(device: Device) -> str:
-    return ", ".join(f"{limit.way}: {limit.tier}" for limit in device.tier_limits) or "-"
+    return ", ".join(f"{limit.way} {limit.tier}" for limit in device.tier_limits) or "none"
 
 
 def _show_partitions(views: tuple[DeviceView, ...]) -> None:
@@ -127,20 +127,26 @@ def _show_partitions(views: tuple[DeviceView, ...]) -> None:
             _size(p.memory_bytes),
             p.tier or "-",
             p.tenant or "-",
-            "alloy" if p.managed else "others",
+            _maker(p),
         )
         for p in partitions
     ]
     output.table(columns, rows)
 
 
+def _maker(partition: PartitionEntry) -> str:
+    """Return who made a partition; a whole device nobody made."""
+    if partition.profile == "whole":
+        return "-"
+    return "alloy" if partition.managed else "others"
+
+
 def _show_profiles(views: tuple[DeviceView, ...]) -> None:
     """Print the legal profiles once for all devices that offer the same ones."""
-    groups: dict[tuple[str, tuple[Profile, ...]], list[str]] = {}
+    groups: dict[tuple[str, str, tuple[Profile, ...]], list[str]] = {}
     for view in views:
-        if view.device.profiles:
-            key = (view.device.model, view.device.profiles)
-            groups.setdefault(key, []).append(view.device.id)
+        key = (view.device.model, _tiers(view.device), view.device.profiles)
+        groups.setdefault(key, []).append(view.device.id)
     columns = (
         Column("PROFILE", flexible=True),
         Column("SIZE", right=True),
@@ -149,9 +155,11 @@ def _show_profiles(views: tuple[DeviceView, ...]) -> None:
         Column("MAX", right=True),
         Column("STARTS", flexible=True),
     )
-    for (model, profiles), ids in groups.items():
+    for (model, tiers, profiles), ids in groups.items():
         output.write("")
-        output.write(f"profiles of {model} ({_many(ids)})")
+        output.paragraph(f"{model} ({_many(ids)}): best tier by {tiers}", "  ")
+        if not profiles:
+            continue
         rows = [
             (
                 p.name,
@@ -179,16 +187,21 @@ def _starts(starts: tuple[int, ...]) -> str:
 
 def _show_links(views: tuple[DeviceView, ...]) -> None:
     """Print the topology: for each device its peers, by kind of link."""
-    lines = []
+    rows = []
     for view in views:
         kinds: dict[str, list[str]] = {}
         for link in view.device.links:
             kinds.setdefault(link.kind, []).append(link.peer)
-        for kind, peers in kinds.items():
-            shown = ", ".join(peers) if len(peers) <= 2 else f"{len(peers)} peers"
-            lines.append(f"  {view.device.id}  {kind}  {shown}")
-    if lines:
+        if kinds:
+            shown = "; ".join(f"{kind}: {_peers(peers, views)}" for kind, peers in kinds.items())
+            rows.append((str(view.device.index), view.device.id, shown))
+    if rows:
         output.write("")
-        output.write("links")
-        for line in lines:
-            output.paragraph(line, "    ")
+        columns = (Column("#", right=True), Column("DEVICE"), Column("LINKS", flexible=True))
+        output.table(columns, rows)
+
+
+def _peers(peers: list[str], views: tuple[DeviceView, ...]) -> str:
+    """Return peers by their short numbers where they are devices of this node."""
+    numbers = {str(view.device.id): f"#{view.device.index}" for view in views}
+    return " ".join(numbers.get(peer, peer) for peer in peers)

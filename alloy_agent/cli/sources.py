@@ -104,6 +104,7 @@ def open_node(arguments: Namespace, *, write: bool = False) -> Iterator[NodeApi]
     from alloy_agent.daemon.remote import find_daemon
 
     settings = settings_of(arguments)
+    quiet_logs(arguments)
     daemon = find_daemon(settings, write=write)
     if daemon is not None:
         with daemon:
@@ -113,6 +114,18 @@ def open_node(arguments: Namespace, *, write: bool = False) -> Iterator[NodeApi]
 
     with Node(settings, write=write) as node:
         yield node
+
+
+def quiet_logs(arguments: Namespace) -> None:
+    """Keep a command's rooms from logging, unless a level was asked for."""
+    import logging
+
+    if not arguments.log_level:
+        logging.getLogger().addHandler(logging.NullHandler())
+        return
+    from alloy_agent.daemon import logs
+
+    logs.configure(arguments.log_level, arguments.log_format or "auto")
 
 
 def is_piped() -> bool:

@@ -20,7 +20,6 @@ from alloy_agent.conformance.evidence.verify import VerifyReport
 from alloy_agent.model import (
     Access,
     ApplyReport,
-    AuditResult,
     Device,
     DeviceFault,
     Diagnosis,
@@ -29,6 +28,7 @@ from alloy_agent.model import (
     Owner,
     Partition,
     PartitionId,
+    PartitionReport,
     Plan,
     PlanCost,
     PlannedStep,
@@ -122,11 +122,11 @@ def devices_document(
     node: str,
     snapshot: Snapshot,
     now_s: float,
-    audit: AuditResult | None = None,
+    reports: Sequence[PartitionReport] = (),
     notes: Sequence[str] = (),
 ) -> DevicesDocument:
     """Return the devices of a snapshot, each with its partitions and their audited tiers."""
-    tiers = {r.partition.id: (r.tier, r.reason) for r in audit.partitions} if audit else {}
+    tiers = {report.partition.id: (report.tier, report.reason) for report in reports}
     entries: list[dict[str, Json]] = []
     for device in snapshot.devices:
         partitions = [

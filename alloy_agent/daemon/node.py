@@ -29,11 +29,13 @@ from alloy_agent.host import clock
 from alloy_agent.model import (
     ApplyReport,
     AuditResult,
+    Device,
     DeviceEvent,
     Diagnosis,
+    Fact,
     Layout,
     Partition,
-    PartitionId,
+    PartitionReport,
     Plan,
     Scope,
     Snapshot,
@@ -47,6 +49,7 @@ from alloy_agent.worker import Worker, WorkerSettings
 
 if TYPE_CHECKING:
     from alloy_agent.config import Settings
+    from alloy_agent.conformance.checks import Intent
     from alloy_agent.reconciler import Reconciler
 
 LOG = logging.getLogger(__name__)
@@ -198,9 +201,9 @@ class Node:
     def devices(self) -> documents.DevicesDocument:
         """Return the devices document, with the tiers that evidence proves now."""
         snapshot = self.observe()
-        audit = self.look(snapshot) if snapshot.partitions else None
+        reports = self.look(snapshot) if snapshot.partitions else ()
         now_s = clock.boottime_s()
-        return documents.devices_document(self.name, snapshot, now_s, audit, self.notes)
+        return documents.devices_document(self.name, snapshot, now_s, reports, self.notes)
 
     # --- layouts ---
 
@@ -318,9 +321,59 @@ class Node:
 
     # --- audit and doctor ---
 
-    def look(self, snapshot: Snapshot) -> AuditResult:
-        """Judge a snapshot without recording anything."""
-        raise NotImplementedError
+    def facts(self, snapshot: Snapshot) -> tuple[Fact, ...]:
+        """Return what the host and every device's backend show of a snapshot's partitions."""
+        from alloy_agent.conformance.collect import collect_host
+
+        return (*collect_host(snapshot), *self._device_facts(snapshot))
+
+    def _device_facts(self, snapshot: Snapshot) -> list[Fact]:
+        """Return the backends' facts; backends side by side, a device that fails has none."""
+        workers = {worker.name: worker for worker in self.workers}
+        devices: dict[str, list[Device]] = {}
+        for device in snapshot.devices:
+            devices.setdefault(device.backend, []).append(device)
+        found: list[Fact] = []
+
+        def ask(backend: str) -> None:
+            for device in devices[backend]:
+                try:
+                    found.extend(workers[backend].facts(device.id))
+                except AlloyError as exc:
+                    LOG.warning("no_facts", extra={"device": device.id, "reason": str(exc)})
+
+        threads = [threading.Thread(target=ask, args=(name,)) for name in devices if name in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def intent(self) -> Intent:
+        """Return what ought to be: the desired layout, and who was given what."""
+        from alloy_agent.conformance.checks.base import Grant, Intent
+
+        grants = tuple(
+            Grant(partition=b.partition, generation=b.generation, tenant=b.tenant, pid=b.pid)
+            for b in self.tenancy.bindings()
+        )
+        leased = tuple(
+            Grant(
+                partition=piece.partition,
+                generation=piece.generation,
+                tenant=lease.tenant,
+                lease=lease.id,
+            )
+            for lease in self.tenancy.leases()
+            for piece in lease.pieces
+        )
+        return Intent(layout=self.store.desired(), grants=(*leased, *grants))
+
+    def look(self, snapshot: Snapshot) -> tuple[PartitionReport, ...]:
+        """Judge a snapshot without recording anything; return the partitions' reports."""
+        from alloy_agent.conformance.checks import judge
+
+        return judge(snapshot, self.facts(snapshot), self.intent())[0]
 
     def audit(self) -> AuditResult:
         """Run every check once, recording the evidence where it can be."""

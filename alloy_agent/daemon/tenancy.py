@@ -58,6 +58,15 @@ class Tenancy:
                 return binding.tenant
         return None
 
+    def leases(self) -> tuple[Lease, ...]:
+        """Return the living leases, once each."""
+        every = (lease for leases in self._leases.values() for lease in leases)
+        return tuple({lease.id: lease for lease in every}.values())
+
+    def bindings(self) -> tuple[Binding, ...]:
+        """Return the bindings of this boot whose processes, if they name any, live."""
+        return tuple(binding for bindings in self._bindings.values() for binding in bindings)
+
     def leased(self, partitions: tuple[Partition, ...]) -> frozenset[PartitionId]:
         """Return the partitions that a living lease holds at the generation they have."""
         generations = {p.id: p.generation for p in partitions}

@@ -26,6 +26,7 @@ from alloy_agent.model import (
     Share,
     Snapshot,
 )
+from alloy_agent.planner.geometry import made_by_mode
 from alloy_agent.reconciler.readback import mode_of, reach
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class _Walk:
         for other in reach(step, self._devices.values()):
             for piece in [p for p in self._pieces.values() if p.device == other]:
                 self._refuse_leased(piece.id, f"lost to a change of {step.kind}")
+                if made_by_mode(piece, self._devices[other]):
+                    del self._pieces[piece.id]  # it was there by the mode, and goes with it
             self._modes[other, step.kind] = step.wanted
             if self._devices[other].scheme is Scheme.MODES:
                 self._opaque.add(other)
