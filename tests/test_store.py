@@ -194,15 +194,24 @@ def test_the_outbox_is_in_order_and_repeats_nothing(store: Store) -> None:
 
 def test_a_full_outbox_drops_the_oldest_and_says_so(store: Store) -> None:
     """The outbox is bounded by rows and by bytes, and every drop is counted."""
-    store.outbox_max_rows = 3
     for _ in range(5):
-        store.outbox_add("n", "k", b"12345678")
+        store.outbox_add("n", "k", b"12345678", max_rows=3)
     assert [row.sequence for row in store.outbox_pending()] == [3, 4, 5]
-    store.outbox_max_bytes = 16
-    store.outbox_add("n", "k", b"12345678")
+    store.outbox_add("n", "k", b"12345678", max_bytes=16)
     assert [row.sequence for row in store.outbox_pending()] == [5, 6]
     state = store.outbox_state()
     assert (state.rows, state.size_bytes, state.dropped, state.acknowledged) == (2, 16, 4, 0)
+
+
+def test_a_full_outbox_keeps_what_must_not_be_lost(store: Store) -> None:
+    """Kinds that are kept stay in order, even beyond the bound, and acknowledging still works."""
+    keep = frozenset({"finding"})
+    for kind in ("finding", "usage", "finding", "usage", "finding"):
+        store.outbox_add("n", kind, b"x", max_rows=2, keep=keep)
+    assert [row.sequence for row in store.outbox_pending()] == [1, 3, 5]
+    assert store.outbox_state().dropped == 2
+    assert store.outbox_acknowledge(3) == 2
+    assert store.outbox_add("n", "usage", b"x").sequence == 6
 
 
 def test_bindings_go_with_their_partition(store: Store) -> None:
