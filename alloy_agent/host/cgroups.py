@@ -128,14 +128,17 @@ class Cgroup:
                     self._fs.remove(hierarchy.folder(parent))
             parent = parent.rpartition("/")[0]
 
-    def set_memory(self, memory_bytes: int) -> None:
-        """Set the memory cap, without swap beyond it where the kernel accounts for swap.
+    def set_memory(self, memory_bytes: int | None) -> None:
+        """Set the memory cap (None: no cap), with no swap beyond it where swap is accounted for.
 
         Raises:
             DeviceBusyError: More is in use and cannot be reclaimed.
         """
         hierarchy = self._need("memory")
         folder, used = hierarchy.folder(self.path), self._memory_used(hierarchy)
+        if memory_bytes is None:
+            self._lift_memory(folder, hierarchy.version)
+            return
         if used is not None and used > memory_bytes:
             raise DeviceBusyError(
                 f"cgroup {self.path} uses {used} bytes, more than the cap of {memory_bytes} asked",
@@ -153,6 +156,45 @@ class Cgroup:
             files.reverse()
         for file in files:
             self._fs.write(file, str(memory_bytes))
+
+    def _lift_memory(self, folder: str, version: int) -> None:
+        values = (
+            (("memory.swap.max", "max"), ("memory.max", "max"))
+            if version == 2
+            else (("memory.memsw.limit_in_bytes", "-1"), ("memory.limit_in_bytes", "-1"))
+        )
+        for name, value in values:
+            if self._fs.exists(f"{folder}/{name}"):
+                self._fs.write(f"{folder}/{name}", value)
+
+    def set_exclusive(self) -> None:
+        """Make it a v2 partition root: the kernel takes its CPUs from everyone outside of it.
+
+        Needs `cpuset.cpus.exclusive` (Linux 6.7), by which no ancestor must be a partition root.
+
+        Raises:
+            UnsupportedError: cpuset is on v1, or the kernel is older.
+            BackendError: The kernel calls the partition invalid, with its reason; it is undone.
+        """
+        cpuset = self._need("cpuset")
+        folder = cpuset.folder(self.path)
+        if not self._fs.exists(f"{folder}/cpuset.cpus.exclusive"):
+            raise UnsupportedError(
+                "exclusive CPUs need cpuset on cgroup v2 and Linux 6.7",
+                cure="boot with the v2 tree, or do without confine_system",
+            )
+        cpus = self._list("cpuset.cpus", "cpuset.cpus")
+        parents = self.path.split("/")[:-1]
+        for depth in range(1, len(parents) + 1):
+            file = f"{cpuset.folder('/'.join(parents[:depth]))}/cpuset.cpus.exclusive"
+            before = parse_cpu_list(self._fs.read(file) or "")
+            self._fs.write(file, format_cpu_list({*before, *cpus}))
+        self._fs.write(f"{folder}/cpuset.cpus.exclusive", format_cpu_list(cpus))
+        self._fs.write(f"{folder}/cpuset.cpus.partition", "root")
+        shown = self._fs.read(f"{folder}/cpuset.cpus.partition")
+        if shown != "root":
+            self._fs.write(f"{folder}/cpuset.cpus.partition", "member")
+            raise BackendError(f"cgroup {self.path}: exclusive CPUs refused: {shown}")
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -323,7 +365,7 @@ class Cgroup:
 
     def _refuse_occupied(self, proc_root: str) -> None:
         """Raise if anyone stays in it; one that is just exiting gets a moment."""
-        from tenacity import (  # noqa: PLC0415 - 60 ms that no reader pays
+        from tenacity import (
             Retrying,
             retry_if_exception_type,
             stop_after_delay,
@@ -347,7 +389,7 @@ class Cgroup:
             )
 
     def _remove_tree(self, folder: str, proc_root: str) -> None:
-        from tenacity import (  # noqa: PLC0415
+        from tenacity import (
             Retrying,
             retry_if_exception_type,
             stop_after_delay,

@@ -201,7 +201,7 @@ class ProcessEvents:
 
     def _open(self) -> Any:
         """Return the subscribed channel, or None with the reason set."""
-        self.reason = _missing_privilege()
+        self.reason = missing_privilege()
         if self.reason:
             return None
         try:
@@ -259,7 +259,7 @@ class ProcessEvents:
             self._on_event()
 
 
-def _missing_privilege() -> str:
+def missing_privilege() -> str:
     """Return why the kernel will not send us process events, or "" if nothing forbids it."""
     if os.geteuid() != 0:
         return "not root"
@@ -275,7 +275,7 @@ def _missing_privilege() -> str:
 
 def _subscribe() -> Any:
     """Return a pyroute2 socket that receives process events from now on."""
-    from pyroute2.netlink.connector.cn_proc import ProcEventSocket  # noqa: PLC0415 - 240 ms
+    from pyroute2.netlink.connector.cn_proc import ProcEventSocket
 
     channel = ProcEventSocket()
     try:

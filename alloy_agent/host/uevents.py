@@ -106,7 +106,7 @@ class UeventListener:
 
     def _open(self) -> Any:
         try:
-            from pyroute2.netlink.uevent import UeventSocket  # noqa: PLC0415 - 240 ms
+            from pyroute2.netlink.uevent import UeventSocket
 
             channel = UeventSocket()
             channel.bind(groups=KERNEL_GROUP)
