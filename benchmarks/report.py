@@ -42,7 +42,7 @@ class Result:
         return self.figure <= self.promise if self.sense == "<=" else self.figure >= self.promise
 
 
-def result(
+def result(  # noqa: PLR0913 - a row has as many columns
     what: str,
     samples: Sequence[float],
     unit: str,
