@@ -1,0 +1,163 @@
+"""The shapes of facts that hold more than one number, shared by collectors and checks.
+
+Facts of a partition that has cgroups (`collect.py` reads them from the kernel, whoever made the
+partition):
+
+| fact | shape |
+| --- | --- |
+| `cgroup.hierarchies` | tuple of `HierarchyFact`: where it should be, and whether it is there |
+| `cgroup.cpus`, `cgroup.cpus_effective` | CPUs as configured and as in force |
+| `cgroup.memory_leaves` | tuple of `LeafFact`: every leaf with the cap that binds it |
+| `cgroup.memory_used_bytes` | bytes charged now |
+| `cgroup.members` | tuple of `MemberFact`: every process in any of its hierarchies |
+
+Facts of the node: `host.cpus` (CPUs that the host gives to anyone), `host.pinned` (tuple of
+`PinnedFact`), `host.owners` (tuple of `OwnerFact`), `evidence.chain` (`ChainFact`). Facts of
+accelerators are listed in `backends/fake`, whose names all backends share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from alloy_agent.model import Vendor
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of fact shapes: a collector may tell more than a check reads."""
+
+
+class HierarchyFact(Shape, frozen=True, kw_only=True):
+    """One cgroup hierarchy that a partition needs."""
+
+    label: str
+    version: int
+    path: str
+    present: bool
+
+
+class LeafFact(Shape, frozen=True, kw_only=True):
+    """A leaf of the memory hierarchy; `ceiling_bytes` is the lowest cap from it to the root."""
+
+    path: str
+    limit_bytes: int | None
+    ceiling_bytes: int | None
+    processes: int
+
+
+class StrayThread(Shape, frozen=True, kw_only=True):
+    """A thread and the CPUs it may use, where they differ from its leader's."""
+
+    tid: int
+    cpus: tuple[int, ...]
+
+
+class MemberFact(Shape, frozen=True, kw_only=True):
+    """A process in at least one hierarchy of a partition; it is not in those it `lacks`."""
+
+    pid: int
+    comm: str
+    uid: int = -1
+    cpus: tuple[int, ...]
+    lacks: tuple[str, ...] = ()
+    threads: tuple[StrayThread, ...] = ()
+    threads_outside: tuple[int, ...] = ()  # threads in another cpuset cgroup than the leader's
+
+
+class PinnedFact(Shape, frozen=True, kw_only=True):
+    """A process that may use only some of the host's CPUs; `partition` "" is in none."""
+
+    pid: int
+    comm: str
+    cpus: tuple[int, ...]
+    partition: str = ""
+
+
+class OwnerFact(Shape, frozen=True, kw_only=True):
+    """A program that manages devices here; a `rival` hands out or re-cuts what we manage."""
+
+    name: str
+    evidence: str
+    vendors: tuple[Vendor, ...] = ()
+    rival: bool = True
+    note: str = ""
+
+
+class ChainFact(Shape, frozen=True, kw_only=True):
+    """How the evidence chain stands."""
+
+    records: int
+    problems: int
+    first_problem: str = ""
+    lost_records: int = 0
+
+
+class FenceFact(Shape, frozen=True, kw_only=True):
+    """What device rules let the tenant open; `own_nodes` are those that no neighbour may open."""
+
+    in_force: bool
+    allowed_nodes: tuple[str, ...]  # "*": any
+    own_nodes: tuple[str, ...]
+
+
+class MemoryFact(Shape, frozen=True, kw_only=True):
+    """Cap and use of device memory; `enforced_by` is instance, driver, device or none."""
+
+    limit_bytes: int | None
+    used_bytes: int
+    enforced_by: str
+
+
+class ComputeInstance(Shape, frozen=True, kw_only=True):
+    """One compute instance of a GPU instance."""
+
+    id: int
+    slices: int
+    uuid: str = ""
+
+
+class ComputeFact(Shape, frozen=True, kw_only=True):
+    """The compute instances of a GPU instance, which has `slices` compute slices."""
+
+    instances: tuple[ComputeInstance, ...]
+    slices: int
+
+
+class GeometryFact(Shape, frozen=True, kw_only=True):
+    """One piece as the device shows it."""
+
+    id: str
+    profile: str
+    start: int
+    size: int
+    incarnation: str
+
+
+class ModeFact(Shape, frozen=True, kw_only=True):
+    """One switch of a device."""
+
+    current: str
+    pending: str | None = None
+
+
+class ClientFact(Shape, frozen=True, kw_only=True):
+    """A process that uses a device; a `monitor` only reads counters."""
+
+    pid: int
+    name: str = ""
+    monitor: bool = False
+
+
+class Intruder(Shape, frozen=True, kw_only=True):
+    """A process from elsewhere on granted cores."""
+
+    pid: int
+    cores: tuple[int, ...]
+
+
+class CoresFact(Shape, frozen=True, kw_only=True):
+    """Cores granted, cores that the partition's processes use, and who else uses granted ones."""
+
+    granted: tuple[int, ...]
+    used: tuple[int, ...]
+    intruders: tuple[Intruder, ...] = ()
