@@ -60,5 +60,5 @@ class UnknownFailureError(RefusalError):
     """The driver fails without saying why."""
 
 
-class SimulatedCrash(BaseException):  # noqa: N818 - it is a death, not an error; nobody handles it
+class SimulatedCrash(BaseException):
     """The process dies here; raised in place of SIGKILL where a test drives the code in-process."""

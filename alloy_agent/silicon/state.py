@@ -77,6 +77,7 @@ class Client(msgspec.Struct, kw_only=True):
         memory_bytes: Device memory it holds.
         load_ratio: How busy it keeps its piece, 0 to 1.
         opportunistic: Runs in an opportunistic share.
+        tag: The partition that it says it belongs to, where the vendor lets it say so.
         monitor: Holds a handle and no context (an exporter, a management daemon).
     """
 
@@ -89,6 +90,7 @@ class Client(msgspec.Struct, kw_only=True):
     memory_bytes: int = 0
     load_ratio: float = 0.5
     opportunistic: bool = False
+    tag: str = ""
     monitor: bool = False
 
 
@@ -118,12 +120,25 @@ class Grant(msgspec.Struct, kw_only=True):
     Such bindings live in files on a real node (environment, CDI); the machine keeps them likewise.
     """
 
-    kind: Literal["cores", "production", "opportunistic", "whole"]
+    kind: Literal["cores", "production", "opportunistic"]
+    profile: str
     start: int
     size: int
     ordinal: int = 0
     memory_bytes: int | None = None
     serial: int
+
+
+class SignalScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Values that a signal takes one after the other in place of the generated ones.
+
+    None reads as absent. The last value stays, unless `repeat`.
+    """
+
+    values: tuple[float | None, ...]
+    step_s: float = 1.0
+    started_s: float = 0.0
+    repeat: bool = False
 
 
 class DeviceState(msgspec.Struct, kw_only=True):
@@ -164,8 +179,8 @@ class DeviceState(msgspec.Struct, kw_only=True):
     ecc_uncorrected: int = 0
     energy_j: float = 0.0
     energy_since_s: float = 0.0
-    throttle_s: float = 0.0
-    signal_overrides: dict[str, float | None] = {}  # name -> fixed value; None: reads as absent
+    throttle_s: float = 0.0  # as of `energy_since_s`, like `energy_j`
+    scripts: dict[str, SignalScript] = {}  # by signal name, for the device and its pieces
 
 
 class Event(msgspec.Struct, kw_only=True, frozen=True):
@@ -190,13 +205,11 @@ class MachineState(msgspec.Struct, kw_only=True):
     recipe: str = ""  # digest of the specification that made it
     kfd_busy_scope: Literal["device", "node"] = "device"
     display_card: bool = False
-    neuron_type: str = ""
     devices: list[DeviceState] = []
     clients: list[Client] = []
     faults: list[FaultState] = []
     fault_key: int = 0
     crash_at: int | None = None
     crash_how: Literal["raise", "sigkill"] = "raise"
-    calls: int = 0
     events: list[Event] = []
     event_number: int = 0

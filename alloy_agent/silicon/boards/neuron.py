@@ -44,10 +44,13 @@ def _bdfs(count: int) -> tuple[str, ...]:
     return tuple(f"0000:{0x10 + 0x0C * device:02x}:1c.0" for device in range(count))
 
 
-_TRN2_BDFS: Final = tuple(
-    f"0000:{bus}:00.0"
-    for bus in "cc b5 b6 cb 6f 58 59 6e 9b 84 85 9a f8 e1 e2 f7".split()
+_TRN2_BUSES: Final = (
+    (0xCC, 0xB5, 0xB6, 0xCB),
+    (0x6F, 0x58, 0x59, 0x6E),
+    (0x9B, 0x84, 0x85, 0x9A),
+    (0xF8, 0xE1, 0xE2, 0xF7),
 )
+_TRN2_BDFS: Final = tuple(f"0000:{bus:02x}:00.0" for row in _TRN2_BUSES for bus in row)
 
 # Entry n of a device's logical order is this sysfs core. Source: driver, core map of ioctl 128.
 _TRN2_ORDERS: Final = (
