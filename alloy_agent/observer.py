@@ -152,7 +152,7 @@ class Observer:
         self._boot_id = boot_id or clock.boot_id()
         self._sequence = 0
         self._lock = threading.Lock()
-        self._known: dict[str, dict[DeviceId, Observation]] = {w.name: {} for w in self._workers}
+        self._known: tuple[dict[DeviceId, Observation], ...] = tuple({} for _ in self._workers)
         # generations of the last snapshot's incarnations, so that the store is asked for news alone
         self._counted: dict[tuple[PartitionId, str], int] = {}
         self._latest: Snapshot | None = None
@@ -170,7 +170,7 @@ class Observer:
     def forget(self, device: DeviceId) -> None:
         """Stop listing a device that an operator has taken out."""
         with self._lock:
-            for known in self._known.values():
+            for known in self._known:
                 known.pop(device, None)
 
     def observe(self) -> Snapshot:
@@ -184,7 +184,7 @@ class Observer:
             answers = self._ask_all()
             seen: list[Observation] = []
             for worker, answer in zip(self._workers, answers, strict=True):
-                seen.extend(self._judge(worker, answer))
+                seen.extend(_judge(worker, answer))
             counting: dict[tuple[PartitionId, str], int] = {}
             partitions = tuple(self._placed(p, counting) for o in seen for p in o.partitions)
             self._counted = counting
@@ -206,7 +206,7 @@ class Observer:
 
     def _ask_all(self) -> list[_Answer]:
         """Return every worker's answer; they are asked side by side."""
-        answers = [_Answer() for _ in self._workers]
+        answers = [_Answer(known) for known in self._known]
         threads = [
             threading.Thread(target=self._ask, args=(worker, answer), daemon=True)
             for worker, answer in zip(self._workers[1:], answers[1:], strict=True)
@@ -224,8 +224,7 @@ class Observer:
             answer.listed = worker.discover()
         except AlloyError as exc:
             answer.failure = exc
-        known = self._known[worker.name]
-        wanted = known.keys() if answer.listed is None else answer.listed
+        wanted = answer.known.keys() if answer.listed is None else answer.listed
         if answer.listed is None and not worker.state().alive:
             return  # nobody there to ask about the devices either
         answer.devices = self._ask_devices(worker, tuple(wanted))
@@ -250,33 +249,6 @@ class Observer:
             thread.join()
         return out
 
-    # --- judging ---
-
-    def _judge(self, worker: Observed, answer: _Answer) -> list[Observation]:
-        """Return one observation for each device that is or was listed, in a stable order."""
-        known = self._known[worker.name]
-        listed = tuple(known) if answer.listed is None else answer.listed
-        out: list[Observation] = []
-        for device in listed:
-            got = answer.devices.get(device) or answer.failure
-            if isinstance(got, Observation):
-                known[device] = got
-                out.append(got)
-            else:
-                out.append(self._kept(worker, device, got))
-        out.extend(_missing(seen) for device, seen in known.items() if device not in listed)
-        return out
-
-    def _kept(self, worker: Observed, device: DeviceId, why: AlloyError | None) -> Observation:
-        """Return what is known of a device that did not answer."""
-        reason = str(why) if why is not None else f"{device}: no answer"
-        condition = _condition_of(why)
-        last = self._known[worker.name].get(device)
-        if last is None:
-            last = Observation(device=_placeholder(worker, device))
-            self._known[worker.name][device] = last
-        return _under(last, condition, FAULT_OF[condition], reason)
-
     def _placed(
         self, partition: Partition, counting: dict[tuple[PartitionId, str], int]
     ) -> Partition:
@@ -291,12 +263,38 @@ class Observer:
 
 
 class _Answer:
-    """What one worker said."""
+    """What one worker said, beside what is known of its devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[DeviceId, Observation]) -> None:
+        self.known = known
         self.listed: tuple[DeviceId, ...] | None = None
         self.failure: AlloyError | None = None
         self.devices: dict[DeviceId, Observation | BackendError] = {}
+
+
+def _judge(worker: Observed, answer: _Answer) -> list[Observation]:
+    """Return one observation for each device that is or was listed, in a stable order."""
+    known = answer.known
+    listed = tuple(known) if answer.listed is None else answer.listed
+    out: list[Observation] = []
+    for device in listed:
+        got = answer.devices.get(device) or answer.failure
+        if isinstance(got, Observation):
+            known[device] = got
+            out.append(got)
+        else:
+            if device not in known:
+                known[device] = Observation(device=_placeholder(worker, device))
+            out.append(_kept(known[device], got))
+    out.extend(_missing(seen) for device, seen in known.items() if device not in listed)
+    return out
+
+
+def _kept(last: Observation, why: AlloyError | None) -> Observation:
+    """Return what is known of a device that did not answer."""
+    reason = str(why) if why is not None else f"{last.device.id}: no answer"
+    condition = _condition_of(why)
+    return _under(last, condition, FAULT_OF[condition], reason)
 
 
 def _condition_of(why: AlloyError | None) -> Condition:

@@ -217,7 +217,7 @@ class Worker:
     @property
     def name(self) -> str:
         """Name of the backend."""
-        return self.spec.name
+        return str(self.spec.name)
 
     def start(self) -> None:
         """Start the worker and its supervision; returns at once."""
@@ -546,6 +546,8 @@ class Worker:
             return None
         with self._change:
             self._process, self._board = process, process.board
+            if self._phase == "stopped":  # meanwhile; whoever stopped us saw no process to end
+                process.kill("stopped")
         return process
 
     def _popen(self, socket_fd: int, board_fd: int, note_fd: int) -> subprocess.Popen[bytes]:
@@ -678,7 +680,9 @@ class Worker:
                 self._blame = blame(self._blame, crash, self.settings.quarantine_after)
             self._open_failure = process.open_failure
             self._reason = reason
-            if self._phase != "stopped":
+            if self._phase == "stopped":
+                self._reason = "stopped"
+            else:
                 self._phase = "down"
             self._dropped_before += self._dropped_there
             self._dropped_there = 0

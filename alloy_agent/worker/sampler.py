@@ -50,7 +50,7 @@ RT_HARD_US: Final = 2_000_000  # ... before the kernel kills the worker
 ERROR_SKIP_MAX: Final = 64
 SPECS_DEADLINE_NS: Final = 2_000_000_000
 APART_S: Final = 60.0
-BUDGET_ROUND_S: Final = 5.0
+BUDGET_ROUND_S: Final = 2.0
 PR_SET_TIMERSLACK: Final = 29
 
 

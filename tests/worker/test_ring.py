@@ -167,10 +167,10 @@ def test_a_retired_page_stays_readable_and_says_so() -> None:
     writer.begin(1.0)
     writer.put(0, 4.0)
     writer.commit(1.0)
-    assert not reader.retired
+    before = reader.retired
     writer.retire()
     del writer
-    assert reader.retired
+    assert (before, reader.retired) == (False, True)
     assert latest(reader).values == (4.0,)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ class Vendored:
         self.handles: dict[str, int] = {}
         self.quiet: set[str] = set()
         self.calls = 0
+        self.born = 0.0
         self._fault("", "open")
 
     def _ids(self) -> tuple[DeviceId, ...]:
@@ -74,41 +76,46 @@ class Vendored:
         if self.dir is not None:
             with (self.dir / f"entered-{device}-{call}").open("a") as marks:
                 marks.write(f"{os.getpid()} {time.monotonic()}\n")
-        if kind in ("hang", "hang_once"):
-            if kind == "hang_once":
-                del self.faults[key]
-            while self.dir is None or not (self.dir / f"free-{device}").exists():
-                time.sleep(0.005)
-        elif kind == "after":  # "after:<seconds>:<fault>"
+        if kind == "hang_once":
+            del self.faults[key]
+        if kind == "after":  # "after:<seconds>:<fault>"
             seconds, _, then = argument.partition(":")
-            born = getattr(self, "born", None)
-            if born is None:
-                born = self.born = time.monotonic()
-            if time.monotonic() - born > float(seconds):
+            self.born = self.born or time.monotonic()
+            if time.monotonic() - self.born > float(seconds):
                 self.faults[key] = then
                 self._fault(device, call)
-        elif kind == "segv":
-            ctypes.string_at(0)
-        elif kind == "exit":
-            os._exit(7)
-        elif kind == "hold":
-            ctypes.PyDLL(None).sleep(600)
-        elif kind == "slow":
-            time.sleep(float(argument))
-        elif kind == "lost":
-            raise DeviceLostError(f"{device}: off the bus", cure="reset it")
-        elif kind == "refuse":
-            raise NotPermittedError(f"{device}: {call} refused", cure="run as root")
-        elif kind == "bug":
-            raise KeyError(call)
-        elif kind == "garbage":
-            os.write(int(argument or self._socket()), b"\xff" * 64)
+            return
+        getattr(self, f"_{kind}")(device, argument)
 
-    @staticmethod
-    def _socket() -> int:
-        import sys
+    def _hang(self, device: str, _argument: str) -> None:
+        while self.dir is None or not (self.dir / f"free-{device}").exists():
+            time.sleep(0.005)
 
-        return int(sys.argv[1])
+    _hang_once = _hang
+
+    def _segv(self, _device: str, _argument: str) -> None:
+        ctypes.string_at(0)
+
+    def _exit(self, _device: str, _argument: str) -> None:
+        os._exit(7)
+
+    def _hold(self, _device: str, _argument: str) -> None:
+        ctypes.PyDLL(None).sleep(600)
+
+    def _slow(self, _device: str, argument: str) -> None:
+        time.sleep(float(argument))
+
+    def _lost(self, device: str, _argument: str) -> None:
+        raise DeviceLostError(f"{device}: off the bus", cure="reset it")
+
+    def _refuse(self, device: str, argument: str) -> None:
+        raise NotPermittedError(f"{device or self.name}: refused{argument}", cure="run as root")
+
+    def _bug(self, _device: str, _argument: str) -> None:
+        raise KeyError("gi")
+
+    def _garbage(self, _device: str, _argument: str) -> None:
+        os.write(int(sys.argv[1]), b"\xff" * 64)
 
     def capabilities(self) -> Capabilities:
         self._fault("", "capabilities")
@@ -184,7 +191,7 @@ class Vendored:
         if self.faults:
             self._fault(device, "sample")
         if device in self.quiet:
-            (Path(self.dir or "/tmp") / "touched-while-quiet").touch()  # noqa: S108
+            (Path(self.dir or "/tmp") / "touched-while-quiet").touch()
         self.handles[device] = 1
         self.calls += 1
         value = float(self.calls)
@@ -198,8 +205,8 @@ class Vendored:
         if self.storm:
             n, self.storm = self.storm, 0
             return [
-                DeviceEvent(device=DeviceId("dev0"), kind="fault", code=f"xid:{i}") for i in
-                range(n)
+                DeviceEvent(device=DeviceId("dev0"), kind="fault", code=f"xid:{i}")
+                for i in range(n)
             ]
         time.sleep(timeout_s)
         return ()
