@@ -88,5 +88,7 @@ def watch(node: NodeApi, result: AuditResult, arguments: Namespace) -> int:
             for key in sorted(now.keys() | last.keys()):
                 before, after = last.get(key, "-"), now.get(key, "gone")
                 if before != after:
-                    output.write(f"{time.strftime('%H:%M:%S')} {key[0]} {key[1]}: {before} -> {after}")
+                    output.write(
+                        f"{time.strftime('%H:%M:%S')} {key[0]} {key[1]}: {before} -> {after}"
+                    )
         last = now

@@ -9,7 +9,7 @@ from alloy_agent.cli import output
 from alloy_agent.cli.output import Column
 
 if TYPE_CHECKING:
-    from alloy_agent.daemon.documents import DevicesDocument, DeviceView, PartitionEntry
+    from alloy_agent.daemon.documents import DevicesDocument, DeviceView
     from alloy_agent.model import Device, Profile
 
 
@@ -127,18 +127,11 @@ def _show_partitions(views: tuple[DeviceView, ...]) -> None:
             _size(p.memory_bytes),
             p.tier or "-",
             p.tenant or "-",
-            _maker(p),
+            p.made_by,
         )
         for p in partitions
     ]
     output.table(columns, rows)
-
-
-def _maker(partition: PartitionEntry) -> str:
-    """Return who made a partition; a whole device nobody made."""
-    if partition.profile == "whole":
-        return "-"
-    return "alloy" if partition.managed else "others"
 
 
 def _show_profiles(views: tuple[DeviceView, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import REMAINDER, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,13 @@ NOT_FOUND = 127
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("exec", help="start a command inside of a partition")
+    parser = commands.add_parser(
+        "exec",
+        help="start a command inside of a partition",
+        usage="alloy-agent exec [-h] [--tenant NAME] PARTITION -- COMMAND [ARGUMENT ...]",
+    )
     parser.add_argument("partition", metavar="PARTITION", help="id as 'devices' shows it")
     parser.add_argument("--tenant", metavar="NAME", help="whose the process is")
-    parser.add_argument("argv", metavar="-- COMMAND", nargs=REMAINDER)
     parser.set_defaults(run=run)
 
 
@@ -36,7 +39,7 @@ def run(arguments: Namespace) -> int:
     """Bind the tenant, join the partition and turn into the command."""
     from alloy_agent.cli.sources import open_node, require_root
 
-    argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
+    argv = arguments.tail
     if not argv:
         raise ConfigError("exec: no command given", cure="write it behind '--'")
     require_root("exec")

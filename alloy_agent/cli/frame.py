@@ -119,7 +119,17 @@ def _guarded(call: Callable[[], int], command: str, debug: bool) -> int:
     return code
 
 
+def split_tail(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return our own arguments, and the tenant's command line behind the first `--` of `exec`."""
+    if "exec" not in argv or "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    arguments = build_parser().parse_args(argv)
+    head, tail = split_tail(list(sys.argv[1:] if argv is None else argv))
+    arguments = build_parser().parse_args(head)
+    arguments.tail = tail
     return _guarded(lambda: int(arguments.run(arguments)), arguments.command, arguments.debug)

@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from alloy_agent.conformance.evidence.verify import VerifyReport
+from alloy_agent.errors import AlloyError
 from alloy_agent.model import (
     Access,
     ApplyReport,
+    AuditResult,
     Device,
     DeviceFault,
     Diagnosis,
@@ -42,6 +44,7 @@ from alloy_agent.model import (
     WorkerState,
 )
 from alloy_agent.planner import describe
+from alloy_agent.planner.geometry import made_by_mode
 
 # --- devices -------------------------------------------------------------------------------------
 
@@ -50,7 +53,7 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     """One partition as `devices --json` lists it.
 
     `tier` is what evidence proves now, None where nothing was audited; `share` is how the piece is
-    held.
+    held; `made_by` is "alloy", "others", or "mode" where the device's own mode makes it.
     """
 
     id: PartitionId
@@ -67,6 +70,7 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     memory_bytes: int | None
     compute_units: int | None
     managed: bool
+    made_by: str
     simulated: bool
     device_nodes: tuple[str, ...]
 
@@ -74,6 +78,7 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
 class DevicesDocument(Value, frozen=True, kw_only=True):
     """`devices --json`. An entry of `devices` is a `model.Device` with its `partitions`."""
 
+    schema: str = "alloy.devices/v1"
     node: str
     boot_id: str
     sequence: int
@@ -84,7 +89,6 @@ class DevicesDocument(Value, frozen=True, kw_only=True):
     workers: tuple[WorkerState, ...] = ()
     faults: tuple[DeviceFault, ...] = ()
     notes: tuple[str, ...] = ()
-    schema: str = "alloy.devices/v1"
 
 
 class DeviceView(Value, frozen=True, kw_only=True):
@@ -95,7 +99,7 @@ class DeviceView(Value, frozen=True, kw_only=True):
 
 
 def partition_entry(
-    partition: Partition, simulated: bool, tier: Tier | None, reason: str
+    partition: Partition, device: Device, tier: Tier | None, reason: str
 ) -> PartitionEntry:
     """Return the listing of one partition."""
     return PartitionEntry(
@@ -113,9 +117,16 @@ def partition_entry(
         memory_bytes=partition.memory_bytes,
         compute_units=partition.compute_units,
         managed=partition.managed,
-        simulated=simulated,
+        made_by=_maker(partition, device),
+        simulated=device.simulated,
         device_nodes=partition.access.device_nodes,
     )
+
+
+def _maker(partition: Partition, device: Device) -> str:
+    if made_by_mode(partition, device):
+        return "mode"
+    return "alloy" if partition.managed else "others"
 
 
 def devices_document(
@@ -130,7 +141,7 @@ def devices_document(
     entries: list[dict[str, Json]] = []
     for device in snapshot.devices:
         partitions = [
-            partition_entry(p, device.simulated, *tiers.get(p.id, (None, "not audited")))
+            partition_entry(p, device, *tiers.get(p.id, (None, "not audited")))
             for p in snapshot.partitions
             if p.device == device.id
         ]
@@ -179,6 +190,7 @@ class StepEntry(Value, frozen=True, kw_only=True):
 class PlanDocument(Value, frozen=True, kw_only=True):
     """`plan --json`. `expected` pins every partition of the devices that the steps touch."""
 
+    schema: str = "alloy.plan/v1"
     node: str
     boot_id: str
     layout: str
@@ -189,18 +201,17 @@ class PlanDocument(Value, frozen=True, kw_only=True):
     cost: PlanCost
     notes: tuple[str, ...]
     expected: dict[PartitionId, int]
-    schema: str = "alloy.plan/v1"
 
 
 class ApplyDocument(Value, frozen=True, kw_only=True):
     """`apply --json`: what became of every step; `reached`: the node is now as wanted."""
 
+    schema: str = "alloy.apply/v1"
     node: str
     layout: str
     reached: bool
     report: ApplyReport
     notes: tuple[str, ...] = ()
-    schema: str = "alloy.apply/v1"
 
 
 REACHED = ("applied", "unchanged", "pending")
@@ -284,24 +295,60 @@ def disruptive(steps: Sequence[StepEntry]) -> tuple[StepEntry, ...]:
 # --- audit, exec, doctor -------------------------------------------------------------------------
 
 
+AUDIT_SCHEMA = "alloy.audit/v1"
+
+
+def audit_bytes(result: AuditResult) -> bytes:
+    """Return an audit as its JSON document."""
+    return msgspec.json.encode({"schema": AUDIT_SCHEMA, **msgspec.to_builtins(result)})
+
+
+def audit_of(body: bytes) -> AuditResult:
+    """Return the audit of a JSON document.
+
+    Raises:
+        AlloyError: It is none of this version.
+    """
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Json])
+        fields.pop("schema", None)
+        return msgspec.convert(fields, AuditResult)
+    except msgspec.MsgspecError as exc:
+        raise AlloyError(
+            f"the daemon's audit is not of this version: {exc}",
+            cure="restart the daemon after an upgrade",
+        ) from exc
+
+
+def verdicts_of(result: AuditResult) -> dict[tuple[str, str], str]:
+    """Return the verdict of each check on each subject, and the tier of each partition."""
+    judgements = list(result.node_judgements)
+    found: dict[tuple[str, str], str] = {}
+    for report in result.partitions:
+        judgements.extend(report.judgements)
+        found["TIER", report.partition.id] = report.tier
+    found.update({(j.check, j.subject): j.verdict for j in judgements})
+    return found
+
+
 class AccessDocument(Value, frozen=True, kw_only=True):
     """How to be inside of one partition; what `exec` acts on."""
 
+    schema: str = "alloy.access/v1"
     node: str
     partition: PartitionId
     generation: int
     tenant: TenantId
     access: Access
-    schema: str = "alloy.access/v1"
 
 
 class DoctorDocument(Value, frozen=True, kw_only=True):
     """`doctor --json`: every diagnosis with the room or backend that made it."""
 
+    schema: str = "alloy.doctor/v1"
     node: str
     ok: bool
     diagnoses: tuple[Diagnosis, ...]
-    schema: str = "alloy.doctor/v1"
 
 
 def doctor_document(node: str, diagnoses: Sequence[Diagnosis]) -> DoctorDocument:
@@ -324,6 +371,7 @@ AUDIT_EXIT: Mapping[Verdict, int] = {
 class StatusDocument(Value, frozen=True, kw_only=True):
     """How the daemon is doing. `degraded` says why it changes nothing; empty while it may."""
 
+    schema: str = "alloy.status/v1"
     node: str
     version: str
     pid: int
@@ -342,7 +390,6 @@ class StatusDocument(Value, frozen=True, kw_only=True):
     degraded: str
     workers: tuple[WorkerState, ...]
     overruns: dict[str, int]
-    schema: str = "alloy.status/v1"
 
 
 # --- evidence ------------------------------------------------------------------------------------
@@ -351,8 +398,8 @@ class StatusDocument(Value, frozen=True, kw_only=True):
 class VerifyDocument(Value, frozen=True, kw_only=True):
     """`evidence verify --json`."""
 
-    report: VerifyReport
     schema: str = "alloy.verify/v1"
+    report: VerifyReport
 
 
 def verify_document(report: VerifyReport) -> VerifyDocument:

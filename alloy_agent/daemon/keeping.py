@@ -29,7 +29,7 @@ WAIT_LONGEST_S = 300.0
 
 
 class Keeping(Value, frozen=True, kw_only=True):
-    """What the keeper remembers between ticks; `reason` is why it does nothing, "" if all is well."""
+    """What the keeper remembers between ticks; `reason` says why it does nothing, "" if well."""
 
     reason: str = ""
     failures: int = 0

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from structlog.typing import Processor
 
 
 def configure(level: str, form: str, stream: TextIO | None = None) -> logging.Handler:
@@ -22,13 +25,13 @@ def configure(level: str, form: str, stream: TextIO | None = None) -> logging.Ha
         if console
         else structlog.processors.JSONRenderer(default=str)
     )
-    shared = [
+    shared: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    final = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    final: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if not console:
         final.append(structlog.processors.dict_tracebacks)
     formatter = structlog.stdlib.ProcessorFormatter(

@@ -38,15 +38,27 @@ from alloy_agent.daemon.node import Node
 from alloy_agent.daemon.remote import socket_of
 from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError
 from alloy_agent.host import clock, notify
-from alloy_agent.model import ApplyReport, AuditResult, DeviceEvent, Layout, Scope, Signal, Snapshot
+from alloy_agent.model import (
+    ApplyReport,
+    AuditResult,
+    DeviceEvent,
+    Layout,
+    LeaseState,
+    Scope,
+    Signal,
+    Snapshot,
+)
 
 if TYPE_CHECKING:
     from alloy_agent.config import Settings
+    from alloy_agent.leases import View
     from alloy_agent.telemetry.metrics import MetricsPage
+    from alloy_agent.uplink.desk import LeaseDesk
 
 LOG = logging.getLogger(__name__)
 
 KEEP_PERIOD_S = 5.0
+LEASE_PERIOD_S = 1.0
 LATE_S = 30.0  # a loop without a finished tick for so long is not healthy
 STOP_JOIN_S = 1.0
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
@@ -154,6 +166,7 @@ class Daemon:
         self.seen = Seen()
         self.node: Node
         self.page: MetricsPage
+        self.desk: LeaseDesk | None = None
         self._reread = reread
         self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._started_s = clock.boottime_s()
@@ -178,12 +191,12 @@ class Daemon:
 
     def _start(self, stack: contextlib.ExitStack) -> None:
         """Build everything, in an order in which a refusal comes before any effect."""
-        self._log_settings()
         self._layout_text = _layout_file(self.settings)
         self.node = Node(
             self.settings, write=True, sample=True, salvage=True, on_event=self._on_event
         )
         stack.enter_context(self.node)
+        self._log_settings()
         self._start_web(stack)
         self._start_control(stack)
         self._start_loops(stack)
@@ -215,12 +228,15 @@ class Daemon:
         from alloy_agent.daemon.service import NodeService
 
         path = socket_of(self.settings)
+        if not self.node.degraded:
+            self.desk = self._new_desk()
         service = NodeService(
             self.node,
             status=self.status,
             audit=self.audit_now,
             metrics=self.page.render,
             touched=self._touched,
+            handle=None if self.desk is None else self.desk.handle,
         )
         server = ControlServer(service, path, on_defect=self._on_defect)
         server.start()
@@ -230,6 +246,8 @@ class Daemon:
     def _start_loops(self, stack: contextlib.ExitStack) -> None:
         self._add_loop("observe", self.settings.observe.period_s, self.tick_observe)
         self._add_loop("keep", KEEP_PERIOD_S, self.tick_keep)
+        if self.desk is not None:
+            self._add_loop("leases", LEASE_PERIOD_S, self.tick_leases)
         stack.callback(self._stop_loops)
         for loop in self._loops.values():
             loop.start()
@@ -396,6 +414,39 @@ class Daemon:
             else:
                 LOG.info("layout_kept")
         self.seen.keeping = now
+
+    # --- leases ---
+
+    def _new_desk(self) -> LeaseDesk:
+        from alloy_agent.uplink.desk import LeaseDesk
+
+        return LeaseDesk(self.node.store, self._view)
+
+    def _view(self) -> View:
+        """Return the node as a lease command sees it: fresh, since a grant rests on generations."""
+        from alloy_agent.leases import View
+
+        snapshot = self.node.observe()
+        return View(
+            now_s=clock.boottime_s(),
+            boot_id=snapshot.boot_id,
+            generations={p.id: p.generation for p in snapshot.partitions},
+            standalone=self.settings.brain.address is None,
+        )
+
+    def tick_leases(self) -> None:
+        """End what has run out, and clear what is being released once nobody is inside."""
+        desk = self.desk
+        if desk is None or self.seen.snapshot is None or not desk.ledger.leases:
+            return
+        desk.tick()
+        releasing = [x for x in desk.ledger.leases if x.state is LeaseState.RELEASING]
+        if not releasing:
+            return
+        inside = self.node.occupied()
+        for lease in releasing:
+            if not any(piece.partition in inside for piece in lease.pieces):
+                desk.cleared(lease.id)
 
     def audit_now(self) -> AuditResult:
         """Run every check now."""

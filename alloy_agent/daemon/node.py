@@ -35,6 +35,7 @@ from alloy_agent.model import (
     Fact,
     Layout,
     Partition,
+    PartitionId,
     PartitionReport,
     Plan,
     Scope,
@@ -312,6 +313,13 @@ class Node:
             access=found.access,
         )
 
+    def occupied(self) -> frozenset[PartitionId]:
+        """Return the partitions that a process is inside of now."""
+        snapshot = self.observe()
+        bound = {binding.partition for binding in self.tenancy.bindings()}
+        inside = {p.id for p in snapshot.partitions if _has_processes(p)}
+        return frozenset(bound | inside)
+
     def release(self, partition: str, tenant: str) -> int:
         """Take the bindings of a tenant to a partition back; return how many there were."""
         self._changer()
@@ -342,7 +350,9 @@ class Node:
                 except AlloyError as exc:
                     LOG.warning("no_facts", extra={"device": device.id, "reason": str(exc)})
 
-        threads = [threading.Thread(target=ask, args=(name,)) for name in devices if name in workers]
+        threads = [
+            threading.Thread(target=ask, args=(name,)) for name in devices if name in workers
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -448,6 +458,17 @@ def _tenant(partition: Partition, tenant: str | None) -> TenantId:
         f"partition {partition.id}: tenant {holder} is in it, not {tenant}",
         cure=f"use --tenant {holder}, or another partition",
     )
+
+
+def _has_processes(partition: Partition) -> bool:
+    """Whether a process is in one of the control groups of a partition."""
+    for path in partition.access.cgroup_procs:
+        try:
+            if Path(path).read_text(encoding="ascii").strip():
+                return True
+        except OSError:
+            continue  # the group has gone: nobody is in it
+    return False
 
 
 def _start_ticks(pid: int | None) -> int | None:

@@ -112,7 +112,7 @@ class RemoteNode:
             request.text,
             request.file,
             request.layout,
-            expected=request.expected,
+            expected={str(key): number for key, number in request.expected.items()},
             disruptive=bool(set(request.consent) - {Scope.PARTITION}),
             on_progress=show,
         )

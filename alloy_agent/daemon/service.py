@@ -36,7 +36,7 @@ class NodeService:
         touched: Told that the node has changed, so that the loops look at once.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each thing that commands reach
         self,
         node: Node,
         *,
@@ -83,7 +83,7 @@ class NodeService:
         request = LayoutRequest(text=layout, file=source or "layout", layout=name)
         return msgspec.json.encode(self._node.plan(request))
 
-    def apply(
+    def apply(  # noqa: PLR0913 - the interface of `control.NodeApi`
         self,
         layout: str,
         source: str,

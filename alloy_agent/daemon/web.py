@@ -171,9 +171,10 @@ class WebServer:
     @property
     def url(self) -> str:
         """Where it is served, with the port that was really bound."""
-        host, port = self._server.server_address[:2]
-        name = f"[{host}]" if ":" in str(host) else host
-        return f"{self._scheme}://{name!s}:{port}"
+        address = self._server.server_address
+        host = str(address[0])
+        name = f"[{host}]" if ":" in host else host
+        return f"{self._scheme}://{name}:{address[1]}"
 
     def start(self) -> None:
         """Begin to serve."""
