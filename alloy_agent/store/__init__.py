@@ -7,7 +7,6 @@ the lock and the marks.
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Self
 
@@ -89,7 +88,7 @@ class Store(JournalTables, LedgerTables, OutboxTable):
             except BaseException:
                 store.close()
                 raise
-        except sqlite3.Error as exc:
+        except files.SQLITE_FAILURES as exc:
             lock.release()
             raise files.sqlite_failure(exc, path) from exc
         except OSError as exc:

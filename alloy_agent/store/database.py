@@ -120,7 +120,7 @@ class Database:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as exc:
+        except files.SQLITE_FAILURES as exc:
             raise files.sqlite_failure(exc, self.path) from exc
 
     def _put(self, con: sqlite3.Connection, table: str, *values: Any) -> None:

@@ -68,12 +68,18 @@ def os_failure(exc: OSError, path: Path) -> StoreError:
     return StoreError(f"state {path}: {cause}", cure=cure)
 
 
-def sqlite_failure(exc: sqlite3.Error, path: Path) -> StoreError:
+# The module decodes names and even messages of SQLite as UTF-8, which damage need not be.
+SQLITE_FAILURES = (sqlite3.Error, UnicodeDecodeError)
+
+
+def sqlite_failure(exc: sqlite3.Error | UnicodeDecodeError, path: Path) -> StoreError:
     """Return the `StoreError` that explains a failed SQLite call on `path`."""
-    code = getattr(exc, "sqlite_errorcode", 0) & 0xFF
-    undecodable = isinstance(exc, sqlite3.OperationalError) and "UTF-8" in str(exc)
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or undecodable:
+    full_code = getattr(exc, "sqlite_errorcode", 0)
+    code = full_code & 0xFF
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "utf-8" in str(exc).lower():
         return corrupt(path, str(exc))
+    if full_code == sqlite3.SQLITE_READONLY and os.access(path, os.W_OK):
+        return corrupt(path, "its header says that it must not be written")
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreError(
             f"state {path}: another program holds the database",

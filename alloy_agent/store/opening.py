@@ -42,6 +42,8 @@ def open_writer(path: Path) -> sqlite3.Connection:
     try:
         con = connect(path.as_uri())
         inspect(con, path)
+        con.execute("BEGIN IMMEDIATE")  # a header can forbid writing and look whole
+        con.execute("ROLLBACK")
         con.execute("PRAGMA journal_mode = WAL")
         con.execute("PRAGMA synchronous = FULL")
         con.execute("PRAGMA wal_autocheckpoint = 256")
@@ -49,7 +51,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
         _keep_before_migration(con, path)
         schema.migrate(con)
         files.sync_directory(path.parent)
-    except sqlite3.Error as exc:
+    except files.SQLITE_FAILURES as exc:
         _close(con)
         raise files.sqlite_failure(exc, path) from exc
     except (StoreError, OSError) as exc:
@@ -80,7 +82,7 @@ def inspect(con: sqlite3.Connection, path: Path) -> None:
     """Raise unless the database is ours, whole, and of a version that this program knows."""
     try:
         _inspect(con, path)
-    except (sqlite3.Error, UnicodeDecodeError) as exc:
+    except files.SQLITE_FAILURES as exc:
         if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in _NONSENSE:
             raise files.corrupt(path, str(exc)) from exc
         raise
@@ -105,10 +107,19 @@ def _inspect(con: sqlite3.Connection, path: Path) -> None:
     findings = [row[0] for row in con.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise files.corrupt(path, str(findings[0]).replace("\n", " "))
-    missing = [name for name in schema.TABLES if name not in tables]
-    if missing and version >= len(schema.MIGRATIONS):
-        raise files.corrupt(path, f"table {missing[0]} is missing")
+    if version >= len(schema.MIGRATIONS) and _tables_of(con) != _expected_tables():
+        raise files.corrupt(path, "its tables are not those of its version")
     _check_rows(con, path, tables)
+
+
+def _tables_of(con: sqlite3.Connection) -> set[tuple[str, str]]:
+    return set(con.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+
+
+def _expected_tables() -> set[tuple[str, str]]:
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as fresh:
+        schema.migrate(fresh)
+        return _tables_of(fresh)
 
 
 def _check_version(con: sqlite3.Connection, path: Path, version: int) -> None:
@@ -157,7 +168,7 @@ def open_copy(path: Path) -> sqlite3.Connection:
                 inspect(source, path)
                 source.backup(memory)
         schema.migrate(memory)
-    except sqlite3.Error as exc:
+    except files.SQLITE_FAILURES as exc:
         memory.close()
         raise files.sqlite_failure(exc, path) from exc
     except (StoreError, OSError) as exc:
@@ -217,12 +228,12 @@ def salvage(path: Path) -> Salvage:
                     shutil.copyfile(part, Path(folder) / (NAME + suffix))
             with contextlib.closing(connect((Path(folder) / NAME).as_uri())) as con:
                 for table in PROTECTIVE:
-                    with contextlib.suppress(sqlite3.Error):
+                    with contextlib.suppress(*files.SQLITE_FAILURES):
                         # Row by row: a broken page ends the table, and what came before it counts.
                         for row in con.execute(f"SELECT * FROM {table}"):  # noqa: S608
                             if schema.sealed(table, row):
                                 found[table].append(row)
-    except (OSError, sqlite3.Error) as exc:
+    except (OSError, *files.SQLITE_FAILURES) as exc:
         log.warning("state_salvage_failed", extra={"path": str(path), "reason": str(exc)})
     return found
 
