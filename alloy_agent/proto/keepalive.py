@@ -39,7 +39,6 @@ def client_options() -> Options:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", MAX_CONNECTION_BACKOFF_MS),
         ("grpc.enable_retries", 0),
         ("grpc.use_local_subchannel_pool", 1),

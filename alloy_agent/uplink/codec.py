@@ -61,7 +61,32 @@ def age_ms(time_s: float, now_s: float) -> int:
     return min(UINT32_MAX, max(0, round((now_s - time_s) * 1e3)))
 
 
-# --- inventory and state --------------------------------------------------------------------------
+# --- hello, inventory and state --------------------------------------------------------------------------
+
+
+def hello(  # noqa: PLR0913 - one argument for each part of the message
+    *,
+    node: str,
+    cluster: str,
+    boot_id: str,
+    agent_version: str,
+    capabilities: Iterable[Capabilities],
+    ledger: leases.Ledger,
+    now_s: float,
+    labels: Mapping[str, str] | None = None,
+) -> pb.Hello:
+    """Return who this node is; the uplink adds where its outbox stands."""
+    return pb.Hello(
+        node=node,
+        cluster=cluster,
+        boot_id=boot_id,
+        agent_version=agent_version,
+        capabilities=[capability(one) for one in capabilities],
+        brain_epoch=ledger.brain_epoch,
+        highest_token=ledger.highest_token,
+        leases=[lease(one, now_s) for one in ledger.leases],
+        labels=labels or {},
+    )
 
 
 def capability(one: Capabilities) -> pb.Capability:

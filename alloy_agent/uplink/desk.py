@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from alloy_agent import leases
-from alloy_agent.errors import StoreCorruptError
+from alloy_agent.errors import StaleTokenError, StoreCorruptError
 from alloy_agent.model import Lease, LeaseId, PartitionId, TenantId, Value
 from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.uplink import codec
@@ -109,6 +109,16 @@ class LeaseDesk:
     def cleared(self, lease: LeaseId) -> leases.Reply:
         """Note that nobody of a releasing lease is inside any more."""
         return self._decide(leases.Cleared(lease=lease))[0]
+
+    def see_brain(self, epoch: int) -> None:
+        """Note, durably, the term of a brain that the node is about to obey.
+
+        Raises:
+            StaleTokenError: A brain of a later term has been seen.
+        """
+        reply, _ = self._decide(leases.Tick(epoch=epoch))
+        if reply.refusal is not None:
+            raise StaleTokenError(reply.reason, cure=reply.cure)
 
     def tick(self) -> None:
         """End what has run out; to be called every second or so."""
