@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from alloy_agent.decoding import (
     Located,
@@ -39,7 +39,9 @@ from alloy_agent.model import Value
 
 DEFAULT_CONFIG: Final = "/etc/alloy/agent.yaml"
 ENVIRONMENT_PREFIX: Final = "ALLOY_"
-LOOPBACK: Final = ("127.", "localhost", "[::1]", "unix:")
+LOOPBACK: Final = re.compile(
+    r"(unix:.*|(127(\.[0-9]{1,3}){3}|localhost|\[::1\]):[0-9]+)", re.ASCII
+)
 
 Rate = Annotated[float, Meta(ge=0.1, le=200)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -228,6 +230,11 @@ def read_settings(
     if tree.value is None:
         tree = Located({}, tree.file, tree.line)
     if isinstance(tree.value, dict):
+        # A heading whose keys are all commented out means the defaults of its section.
+        sections = {field.name for field in fields(Settings) if isinstance(field.default, Value)}
+        for section in sections & tree.value.keys():
+            if tree.value[section].value is None:
+                del tree.value[section]
         for name, value, source in _overlays(environ or {}, overrides or {}):
             _put(tree, name, value, source)
     settings = convert(tree, Settings)
@@ -239,7 +246,7 @@ def read_settings(
 
 def setting_names() -> dict[str, Any]:
     """Return every setting's dotted name with its type, in order of declaration."""
-    from typing import get_type_hints  # noqa: PLC0415 - once at start
+    from typing import get_type_hints
 
     names: dict[str, Any] = {}
     for section, type_ in get_type_hints(Settings, include_extras=True).items():
@@ -359,7 +366,7 @@ def _check_brain(tree: Located, brain: BrainSettings) -> None:
     address = brain.address or ""
     if not address.startswith("unix:"):
         _check_address(tree, "brain", address)
-    if brain.insecure or address.startswith(LOOPBACK):
+    if brain.insecure or LOOPBACK.fullmatch(address):
         return
     missing = [
         f"brain.{key}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alloy_agent.errors import PlanImpossibleError
-from alloy_agent.model import Destroy, PartitionId
+from alloy_agent.model import Destroy, Layout, PartitionId, Snapshot
 from alloy_agent.planner import difference, plan
 from tests.planner_world import (
     Oracle,
@@ -36,11 +36,20 @@ def oracle_of(board: str) -> Oracle:
     return Oracle(gpu(board))
 
 
-def check_pair(board: str, before: Sequence[Placed], after: tuple[str, ...]) -> None:
-    """Plan one transition, do it step by step, and compare its cost with the oracle's."""
+@functools.cache
+def goal_of(board: str, after: tuple[str, ...]) -> Layout:
+    return layout(wanted(gpu(board), *after))
+
+
+@functools.lru_cache(maxsize=4)
+def seen_of(board: str, before: tuple[Placed, ...]) -> Snapshot:
     device = gpu(board)
-    seen = snapshot((device,), pieces(device, before))
-    goal = layout(wanted(device, *after))
+    return snapshot((device,), pieces(device, before))
+
+
+def check_pair(board: str, before: tuple[Placed, ...], after: tuple[str, ...]) -> None:
+    """Plan one transition, do it step by step, and compare its cost with the oracle's."""
+    seen, goal = seen_of(board, before), goal_of(board, after)
     made = plan(goal, seen)
     fewest = oracle_of(board).fewest_destroyed(before, after)
     assert fewest is not None
@@ -50,7 +59,7 @@ def check_pair(board: str, before: Sequence[Placed], after: tuple[str, ...]) -> 
     assert len(made.kept) == kept
     left = replay(made, seen)
     assert tuple(sorted(part.profile for part in left.partitions.values())) == after
-    assert difference(goal, snapshot((device,), left.partitions.values())) == ()
+    assert difference(goal, snapshot(seen.devices, left.partitions.values())) == ()
 
 
 def pairs(board: str) -> Iterable[tuple[tuple[Placed, ...], tuple[str, ...]]]:

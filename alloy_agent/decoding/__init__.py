@@ -73,9 +73,9 @@ def decode_json(text: str, type_: type[T], file: str) -> T:
         ConfigError: "file:line: path: cause" with the cure.
     """
     check_text(text, file)
-    import json  # noqa: PLC0415 - as light as the caller needs
+    import json
 
-    import msgspec  # noqa: PLC0415
+    import msgspec
 
     try:
         plain = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)

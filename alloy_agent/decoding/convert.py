@@ -39,8 +39,7 @@ def convert(tree: Located, type_: type[T]) -> T:
 
     Raises:
         ConfigError: A key is unknown or missing or a value is of the wrong type or out of its
-            bounds; the message
-            names file, line, path, cause and cure.
+            bounds; the message names file, line, path, cause and cure.
     """
     plain = _plain(tree, _type_info(type_), ())
     try:
@@ -51,7 +50,7 @@ def convert(tree: Located, type_: type[T]) -> T:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the known name that `name` was probably meant to be, or nothing."""
-    import difflib  # noqa: PLC0415 - needed for an error only
+    import difflib
 
     close = difflib.get_close_matches(name[:60], list(known), n=1, cutoff=0.6)
     return close[0] if close else ""
@@ -65,7 +64,7 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def _type_info(type_: Any) -> Any:
-    import msgspec.inspect as inspection  # noqa: PLC0415 - only readers of files pay for it
+    import msgspec.inspect as inspection
 
     return inspection.type_info(type_)
 

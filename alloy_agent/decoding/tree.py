@@ -114,7 +114,7 @@ def parse_yaml(text: str, file: str) -> Located:
         ConfigError: It is not YAML, or goes past a bound; the message has file and line.
     """
     check_text(text, file)
-    import yaml  # noqa: PLC0415 - 17 ms that a command without any file does not pay
+    import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     builder = _Builder(file)
@@ -170,7 +170,7 @@ class _Builder:
 
     def feed(self, event: yaml.Event) -> None:
         """Take one event of the parser."""
-        import yaml  # noqa: PLC0415 - already loaded by the caller
+        import yaml
 
         line = event.start_mark.line + 1 if event.start_mark else 0
         if isinstance(event, yaml.ScalarEvent):
