@@ -403,6 +403,11 @@ class Worker:
         board = self._board
         return SamplerState() if board is None else board.sampler_state()
 
+    def lateness(self) -> tuple[int, ...]:
+        """Return the counters of the lateness histogram (`board.bucket_ceiling_s`), to subtract."""
+        board = self._board
+        return () if board is None else board.lateness()
+
     def stalled(self) -> dict[DeviceId, str]:
         """Return the devices that do not answer, each with what has not returned."""
         return dict(self._stalled)
