@@ -31,7 +31,7 @@ def run(arguments: Namespace) -> int:
     from alloy_agent.cli.sources import open_node
     from alloy_agent.daemon.documents import AUDIT_EXIT
 
-    with open_node(arguments, write=True) as node:
+    with open_node(arguments, write=True, lenient=True) as node:
         result = node.audit()
         write_reports(result, arguments)
         show(result, arguments)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alloy_agent.cli.output import note
 from alloy_agent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,24 +97,29 @@ def settings_of(arguments: Namespace) -> Settings:
 
 
 @contextmanager
-def open_node(arguments: Namespace, *, write: bool = False) -> Iterator[NodeApi]:
+def open_node(
+    arguments: Namespace, *, write: bool = False, lenient: bool = False
+) -> Iterator[NodeApi]:
     """Give the daemon of this host if one answers, else a node of our own for one command.
 
-    `write` opens the state for writing, which one process at a time can.
+    `write` opens the state for writing, which one process at a time can; `lenient` goes on without
+    recording where it cannot be written.
     """
     from alloy_agent.daemon.remote import find_daemon
 
     settings = settings_of(arguments)
     quiet_logs(arguments)
-    daemon = find_daemon(settings, write=write)
+    daemon = find_daemon(settings, write=write and not lenient)
     if daemon is not None:
         with daemon:
             yield daemon
         return
     from alloy_agent.daemon.node import Node
 
-    with Node(settings, write=write) as node:
+    with Node(settings, write=write, lenient=lenient) as node:
         yield node
+        for line in node.notes:
+            note(line)
 
 
 def quiet_logs(arguments: Namespace) -> None:

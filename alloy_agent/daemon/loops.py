@@ -24,7 +24,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,10 @@ from alloy_agent.model import (
 
 if TYPE_CHECKING:
     from alloy_agent.config import Settings
+    from alloy_agent.conformance.auditor import Auditor
+    from alloy_agent.conformance.checks import Intent
     from alloy_agent.leases import View
+    from alloy_agent.model import Fact
     from alloy_agent.telemetry.metrics import MetricsPage
     from alloy_agent.uplink.desk import LeaseDesk
 
@@ -145,6 +148,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
+        self.snapshot_due = False  # something said that the node has changed
         self.audit: AuditResult | None = None
         self.keeping = keeping.Keeping()
 
@@ -167,6 +171,7 @@ class Daemon:
         self.node: Node
         self.page: MetricsPage
         self.desk: LeaseDesk | None = None
+        self.auditor: Auditor | None = None
         self._reread = reread
         self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._started_s = clock.boottime_s()
@@ -198,6 +203,7 @@ class Daemon:
         stack.enter_context(self.node)
         self._log_settings()
         self._start_web(stack)
+        self._start_audit(stack)
         self._start_control(stack)
         self._start_loops(stack)
 
@@ -222,6 +228,53 @@ class Daemon:
         self._metrics_url = server.url
         paths = ("/metrics", "/healthz", "/readyz")
         LOG.info("serving", extra={"what": "http", "addresses": [server.url + p for p in paths]})
+
+    def _start_audit(self, stack: contextlib.ExitStack) -> None:
+        settings = self.settings.audit
+        if not settings.enabled:
+            return
+        from alloy_agent.conformance.auditor import Auditor, Timing
+
+        degraded = bool(self.node.degraded)
+        self.auditor = Auditor(
+            self,
+            self.node.identity,
+            store=None if degraded else self.node.store,
+            evidence=self.node.evidence(),
+            timing=Timing(
+                period_s=settings.period_s,
+                poll_period_s=settings.poll_period_s,
+                events=settings.events,
+            ),
+            on_result=self._on_audit,
+        )
+        self.auditor.start()
+        stack.callback(self.auditor.stop)
+
+    def _on_audit(self, result: AuditResult) -> None:
+        self.seen.audit = result
+
+    # What the auditor judges: `conformance.auditor.Sources`.
+
+    def observe(self) -> Snapshot:
+        """Return the node as it is now, for the auditor and for everyone else."""
+        before = self.seen.snapshot
+        snapshot = self.node.observe()
+        self.seen.snapshot = snapshot
+        keep = self._loops.get("keep")
+        if keep is not None and (
+            before is None or keeping.geometry(before) != keeping.geometry(snapshot)
+        ):
+            keep.wake()
+        return snapshot
+
+    def device_facts(self, snapshot: Snapshot) -> Sequence[Fact]:
+        """Return what the backends show of all devices."""
+        return self.node.device_facts(snapshot)
+
+    def intent(self) -> Intent:
+        """Return what ought to be."""
+        return self.node.intent()
 
     def _start_control(self, stack: contextlib.ExitStack) -> None:
         from alloy_agent.control import ControlServer
@@ -347,12 +400,12 @@ class Daemon:
     # --- ticks ---
 
     def tick_observe(self) -> None:
-        """Take a snapshot for everyone."""
-        before = self.seen.snapshot
-        snapshot = self.node.observe()
-        self.seen.snapshot = snapshot
-        if before is None or keeping.geometry(before) != keeping.geometry(snapshot):
-            self._loops["keep"].wake()
+        """Take a snapshot for everyone, unless the auditor has just taken one."""
+        seen = self.seen.snapshot
+        fresh_s = self.settings.observe.period_s / 2
+        due, self.seen.snapshot_due = self.seen.snapshot_due, False
+        if due or seen is None or clock.boottime_s() - seen.taken_at_s > fresh_s:
+            self.observe()
 
     def tick_keep(self) -> None:
         """Bring the node back to its layout, where nobody is hurt by it."""
@@ -450,7 +503,7 @@ class Daemon:
 
     def audit_now(self) -> AuditResult:
         """Run every check now."""
-        result = self.node.audit()
+        result = self.auditor.audit_now() if self.auditor is not None else self.node.audit()
         self.seen.audit = result
         return result
 
@@ -465,9 +518,9 @@ class Daemon:
 
     def _touched(self) -> None:
         """Look at once: something has changed."""
-        for name in ("observe", "audit"):
-            if name in self._loops:
-                self._loops[name].wake()
+        self.seen.snapshot_due = True
+        if "observe" in self._loops:
+            self._loops["observe"].wake()
 
     def _on_defect(self, defect: BaseException) -> None:
         if isinstance(defect, InvariantError):

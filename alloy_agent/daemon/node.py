@@ -13,6 +13,8 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from alloy_agent import __version__
 from alloy_agent.backends import backend_specs
 from alloy_agent.daemon import documents
 from alloy_agent.daemon.api import LayoutRequest, OnProgress, Progress
@@ -50,7 +55,9 @@ from alloy_agent.worker import Worker, WorkerSettings
 
 if TYPE_CHECKING:
     from alloy_agent.config import Settings
+    from alloy_agent.conformance.auditor import AuditIdentity
     from alloy_agent.conformance.checks import Intent
+    from alloy_agent.conformance.evidence import EvidenceLog
     from alloy_agent.reconciler import Reconciler
 
 LOG = logging.getLogger(__name__)
@@ -65,16 +72,18 @@ class Node:
         settings: What to build.
         write: Open the state for writing; one process at a time can.
         sample: Run the samplers; a command has no use for them.
+        lenient: Where the state cannot be written, read it instead and say so in `notes`.
         salvage: Go on without trustworthy state, observing only, instead of failing.
         on_event: Told of each device event.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a command and the daemon ask differently
         self,
         settings: Settings,
         *,
         write: bool = False,
         sample: bool = False,
+        lenient: bool = False,
         salvage: bool = False,
         on_event: Callable[[DeviceEvent], None] | None = None,
     ) -> None:
@@ -83,7 +92,9 @@ class Node:
         self.notes: list[str] = []
         self.degraded = ""
         self._write = write
+        self._lenient = lenient
         self._salvage = salvage
+        self._evidence: EvidenceLog | None = None
         self._changing = threading.RLock()
         worker_settings = WorkerSettings(
             rate_hz=settings.sampler.rate_hz,
@@ -150,6 +161,10 @@ class Node:
             thread.start()
         for thread in threads:
             thread.join()
+        if self._evidence is not None:
+            with contextlib.suppress(StoreError):  # said when it was refused first
+                self._evidence.close()
+            self._evidence = None
         store = getattr(self, "store", None)
         if store is not None:
             store.close()
@@ -159,11 +174,16 @@ class Node:
         try:
             return Store.open(path, read_only=not self._write)
         except StoreCorruptError as exc:
-            if not self._salvage:
+            if not (self._salvage or self._lenient):
                 raise
             self.degrade(str(exc))
+            self.notes.append(f"nothing is recorded: {exc}")
             return Store.open(path, read_only=True, rebuild=True)
-        except StoreError:
+        except StoreError as exc:
+            if self._write and self._lenient:
+                self._write = False
+                self.notes.append(f"nothing is recorded: {exc}")
+                return self._open_store()
             if self._write or _readable(path):
                 raise
             self.notes.append(
@@ -329,13 +349,7 @@ class Node:
 
     # --- audit and doctor ---
 
-    def facts(self, snapshot: Snapshot) -> tuple[Fact, ...]:
-        """Return what the host and every device's backend show of a snapshot's partitions."""
-        from alloy_agent.conformance.collect import collect_host
-
-        return (*collect_host(snapshot), *self._device_facts(snapshot))
-
-    def _device_facts(self, snapshot: Snapshot) -> list[Fact]:
+    def device_facts(self, snapshot: Snapshot) -> list[Fact]:
         """Return the backends' facts; backends side by side, a device that fails has none."""
         workers = {worker.name: worker for worker in self.workers}
         devices: dict[str, list[Device]] = {}
@@ -381,13 +395,46 @@ class Node:
 
     def look(self, snapshot: Snapshot) -> tuple[PartitionReport, ...]:
         """Judge a snapshot without recording anything; return the partitions' reports."""
+        from alloy_agent.conformance.auditor import collect_all
         from alloy_agent.conformance.checks import judge
+        from alloy_agent.conformance.collect import HostView
 
-        return judge(snapshot, self.facts(snapshot), self.intent())[0]
+        facts = collect_all(snapshot, HostView(snapshot), self.device_facts(snapshot))
+        return judge(snapshot, facts, self.intent())[0]
+
+    def evidence(self) -> EvidenceLog | None:
+        """Return the evidence chain, opened at first use; None where it cannot be written."""
+        if self._evidence is None and self._write and not self.degraded:
+            from alloy_agent.conformance.evidence import EvidenceLog
+
+            audit = self.settings.audit
+            try:
+                self._evidence = EvidenceLog.open(
+                    Path(self.settings.state_dir),
+                    boot_id=clock.boot_id(),
+                    agent_version=__version__,
+                    config_digest=_digest(self.settings),
+                    rotate_bytes=audit.rotate_bytes,
+                    head_period_s=audit.sign_period_s,
+                )
+            except StoreError as exc:
+                self.notes.append(f"no evidence is recorded: {exc}")
+                LOG.error("no_evidence", extra={"reason": str(exc)})  # noqa: TRY400 - explained
+        return self._evidence
+
+    @property
+    def identity(self) -> AuditIdentity:
+        """Who audits."""
+        from alloy_agent.conformance.auditor import AuditIdentity
+
+        return AuditIdentity(node=self.name, agent_version=__version__)
 
     def audit(self) -> AuditResult:
         """Run every check once, recording the evidence where it can be."""
-        raise NotImplementedError
+        from alloy_agent.conformance.auditor import audit_once
+
+        store = self.store if self._write and not self.degraded else None
+        return audit_once(self, self.identity, store=store, evidence=self.evidence())
 
     def doctor(self) -> documents.DoctorDocument:
         """Return what this host lacks for the agent and for each backend."""
@@ -404,6 +451,12 @@ class Node:
                     Diagnosis(subject=worker.name, ok=False, found=str(exc), cure=exc.cure)
                 )
         return documents.doctor_document(self.name, found)
+
+
+def _digest(settings: Settings) -> str:
+    """Return a hash of the settings in force, which evidence names."""
+    body = msgspec.json.encode(settings, order="deterministic")
+    return hashlib.sha256(body).hexdigest()
 
 
 def _readable(path: Path) -> bool:

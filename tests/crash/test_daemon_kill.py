@@ -80,7 +80,7 @@ def kill_many(site: Site, moments: int, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311 - which moments, not secrets
     for number in range(moments):
         # Most of what is written happens between the opening of the store and the first seconds.
-        live_and_die(site, NAMES[number % 3], chance.uniform(0.15, 1.5))
+        live_and_die(site, NAMES[number % 3], chance.uniform(0.1, 1.0))
     reach(site, "large")
     partitions = site.partitions()
     assert [p["made_by"] for p in partitions] == ["alloy"]
