@@ -304,12 +304,12 @@ class Reconciler:
         with self._quiesced(job, devices) as quiesce:
             try:
                 failure = self._try(job, step, tries, quiesce)
-                back = judge(step, before, self._look_again(job, devices))
+                back = judge(step, before, self._look(job, devices))
                 if isinstance(failure, WorkerDownError) and back.outcome is not Outcome.DONE:
                     failure = self._try(
                         job, step, tries, quiesce
                     )  # from half-way, as after a crash
-                    back = judge(step, before, self._look_again(job, devices))
+                    back = judge(step, before, self._look(job, devices))
             except BackendError as exc:
                 self._unknown(job, position, number, step, exc)
                 raise
@@ -415,8 +415,8 @@ class Reconciler:
                 tries.count = attempt.retry_state.attempt_number
                 worker.apply(step)
 
-    def _look_again(self, job: _Job, devices: Iterable[DeviceId]) -> tuple[Observation, ...]:
-        """Observe after a step, waiting a while for a worker that died in it to be back."""
+    def _look(self, job: _Job, devices: Iterable[DeviceId]) -> tuple[Observation, ...]:
+        """Observe some devices, waiting a while for a worker that died to be back."""
         import tenacity  # as above
 
         retrying = tenacity.Retrying(
@@ -425,10 +425,7 @@ class Reconciler:
             stop=tenacity.stop_after_delay(self._limits.worker_deadline_s),
             reraise=True,
         )
-        return retrying(self._look, job, devices)
-
-    def _look(self, job: _Job, devices: Iterable[DeviceId]) -> tuple[Observation, ...]:
-        return tuple(self._worker(job, name).observe(name) for name in devices)
+        return tuple(retrying(self._worker(job, name).observe, name) for name in devices)
 
     def _worker(self, job: _Job, device: DeviceId) -> WorkerLike:
         known = job.devices.get(device)

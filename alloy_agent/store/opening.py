@@ -42,7 +42,9 @@ def open_writer(path: Path) -> sqlite3.Connection:
     try:
         con = connect(path.as_uri())
         inspect(con, path)
-        con.execute("BEGIN IMMEDIATE")  # a header can forbid writing and look whole
+        con.execute("BEGIN IMMEDIATE")
+        # A header can forbid writing and look whole; only a write finds out.
+        con.execute(f"PRAGMA user_version = {schema.version_of(con)}")
         con.execute("ROLLBACK")
         con.execute("PRAGMA journal_mode = WAL")
         con.execute("PRAGMA synchronous = FULL")

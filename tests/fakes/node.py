@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -75,6 +76,13 @@ class Node:
             self.store,
             limits=Limits(busy_deadline_s=0.2, busy_wait_first_s=0.001, busy_wait_longest_s=0.01),
         )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def reader(state_dir: Path) -> Iterator[Store]:
+        """Lend the state as another process would read it now."""
+        with contextlib.closing(Store.open(state_dir, read_only=True)) as store:
+            yield store
 
     def __enter__(self) -> Self:
         return self
