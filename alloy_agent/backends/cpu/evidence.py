@@ -1,4 +1,4 @@
-"""Facts of the host's partitions, read from cgroup trees and `/proc`; the table is in the package."""
+"""Facts of the host's partitions, read from cgroup trees and `/proc`; the package lists them."""
 
 from __future__ import annotations
 
