@@ -13,6 +13,8 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,13 @@ from alloy_agent.host.cgroupfs import CgroupFs, CgroupTopology, Hierarchy, detec
 from alloy_agent.host.cgroups import Cgroup
 from alloy_agent.host.clock import boottime_s
 from alloy_agent.host.cpulist import parse_cpu_list
-from alloy_agent.host.processes import ProcessInfo, iter_processes, read_bytes, read_process
+from alloy_agent.host.processes import (
+    ProcessInfo,
+    iter_processes,
+    list_pids,
+    read_bytes,
+    read_process,
+)
 from alloy_agent.model import Device, Fact, Partition, Quality, Snapshot, Value, Vendor
 
 PROCS = "/cgroup.procs"
@@ -83,9 +91,21 @@ class HostView:
         self._deep = deep
         self.topology = detect(proc_root, host_root)
         self.homes = homes(snapshot.partitions, self.topology)
-        self.processes = {
-            p.pid: p for p in iter_processes(proc_root, threads=deep) if not p.kernel_thread
+        self.cpus = host_cpus(self.topology, host_root)
+        devices = {device.id: device for device in snapshot.devices}
+        self.granted = {
+            home.partition.id: granted_cpus(home.partition, device, host_root)
+            for home in self.homes
+            if (device := devices.get(home.partition.device)) and device.vendor is Vendor.CPU
         }
+        self.processes: dict[int, ProcessInfo] = {}
+        self._kernel: set[int] = set()
+        for process in iter_processes(proc_root, threads=deep):
+            if process.kernel_thread:
+                self._kernel.add(process.pid)
+            else:
+                self.processes[process.pid] = process
+        self._seen = self._cheap_look()
         self.taken_at_s = boottime_s()
 
     def refresh(self, pids: Iterable[int]) -> None:
@@ -94,9 +114,35 @@ class HostView:
             process = read_process(pid, self._proc_root, threads=True)
             if process is None or process.kernel_thread:
                 self.processes.pop(pid, None)
+                self._kernel.discard(pid)
+                if process is not None:
+                    self._kernel.add(pid)
             else:
                 self.processes[pid] = process
         self.taken_at_s = boottime_s()
+
+    def stale(self) -> set[int]:
+        """Return the pids that came, went, moved or changed affinity since the last look.
+
+        Costs one listing of `/proc`, a system call for each process and a file for each cgroup:
+        cheap enough for every poll, where reading all of `/proc` is not.
+        """
+        before, self._seen = self._seen, self._cheap_look()
+        changed = before.keys() ^ self._seen.keys()
+        return changed | {pid for pid in self._seen if before.get(pid) != self._seen[pid]}
+
+    def _cheap_look(self) -> dict[int, tuple[object, ...]]:
+        """Return, for each process, its affinity and the cgroups of partitions it is in."""
+        places: dict[int, list[str]] = {}
+        for home in self.homes:
+            for label, pids in Cgroup(self.topology, home.path).pids_by_hierarchy().items():
+                for pid in pids:
+                    places.setdefault(pid, []).append(f"{label}:{home.partition.id}")
+        return {
+            pid: (_affinities(pid, threads=pid in places), *places.get(pid, ()))
+            for pid in list_pids(self._proc_root)
+            if pid not in self._kernel
+        }
 
     def home_of(self, process: ProcessInfo) -> tuple[Home, ...]:
         """Return the partitions in any hierarchy of which a process is; one, if all is well."""
@@ -106,7 +152,7 @@ class HostView:
 
     def node_facts(self) -> tuple[Fact, ...]:
         """Return the facts of the node as a whole."""
-        cpus = host_cpus(self.topology, self._host_root)
+        cpus = self.cpus
         inside = frozenset(pid for pid, p in self.processes.items() if self.home_of(p))
         owners = find_owners(self.processes.values(), inside, self._host_root, self._proc_root)
         depth = "threads included" if self._deep else "process leaders"
@@ -147,7 +193,7 @@ class HostView:
         yield self._fact(subject, "partition.pids", [m.pid for m in members], "/proc/PID/cgroup")
         if device.vendor is not Vendor.CPU:
             return
-        granted = granted_cpus(home.partition, device, self._host_root)
+        granted = self.granted.get(subject, ())
         yield self._fact(
             subject, "cpu.granted", list(granted), "cores of the placement, siblings from sysfs"
         )
@@ -316,6 +362,19 @@ def host_cpus(topology: CgroupTopology, host_root: str = "") -> tuple[int, ...]:
         if cpus:
             return cpus
     return _cpus(read_bytes(f"{host_root}/sys/devices/system/cpu/online"))
+
+
+def _affinities(pid: int, *, threads: bool) -> frozenset[frozenset[int]]:
+    """Return the CPU sets that a process's threads may use (its leader's alone unless asked)."""
+    tids = [pid]
+    if threads:
+        with contextlib.suppress(OSError, ValueError):
+            tids = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
+    found: set[frozenset[int]] = set()
+    for tid in tids:
+        with contextlib.suppress(OSError):  # gone meanwhile
+            found.add(frozenset(os.sched_getaffinity(tid)))
+    return frozenset(found)
 
 
 def _cpus(raw: bytes) -> tuple[int, ...]:

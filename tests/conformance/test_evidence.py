@@ -371,6 +371,27 @@ def test_the_chain_goes_on_over_files(tmp_path: Path) -> None:
     assert f"{problem.sequence:012d}" in files[1].name
 
 
+def test_old_files_are_removed_with_a_record(tmp_path: Path) -> None:
+    """Retention removes the oldest files and says so; more than that is still missing."""
+    directory = build(tmp_path, count=200, rotate_bytes=20_000, keep_files=2)
+    files = sorted(directory.glob("*.jsonl"))
+    assert len(files) == 3
+    report = verify(directory, public_key(tmp_path))
+    assert report.ok, report.problems
+    assert any("removed by retention" in note for note in report.notes)
+    files[0].unlink()
+    assert {kind for kind, _ in kinds(verify(directory, public_key(tmp_path)))} == {"missing"}
+
+
+def test_a_chain_that_is_being_written_may_end_within_a_line(tmp_path: Path) -> None:
+    """Whoever verifies while the log writes is not told of a cut that is none."""
+    directory = build(tmp_path)
+    (file,) = directory.glob("*.jsonl")
+    file.write_bytes(file.read_bytes() + b'{"bo')
+    assert not verify(directory, public_key(tmp_path)).ok
+    assert verify(directory, public_key(tmp_path), live=True).ok
+
+
 def test_files_that_changed_places_are_noticed(tmp_path: Path) -> None:
     """Two files of a chain with exchanged names are records out of their place."""
     directory = build(tmp_path, count=120, rotate_bytes=20_000)

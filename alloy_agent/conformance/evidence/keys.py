@@ -29,7 +29,7 @@ class PublicKey:
     """One verifying key."""
 
     def __init__(self, key: Ed25519PublicKey) -> None:
-        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
         self._key = key
         self.raw = key.public_bytes(Encoding.Raw, PublicFormat.Raw)
@@ -43,9 +43,9 @@ class PublicKey:
         Raises:
             ConfigError: It is no Ed25519 public key.
         """
-        from cryptography.exceptions import UnsupportedAlgorithm  # noqa: PLC0415
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey  # noqa: PLC0415
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key  # noqa: PLC0415
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
         data = pem.encode("utf-8", "replace") if isinstance(pem, str) else pem
         try:
@@ -63,13 +63,13 @@ class PublicKey:
     @classmethod
     def from_raw(cls, raw: bytes) -> PublicKey:
         """Return the key of 32 raw bytes; ValueError if they are none."""
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey  # noqa: PLC0415
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         return cls(Ed25519PublicKey.from_public_bytes(raw))
 
     def verifies(self, signature: str, message: bytes, context: bytes = SIGNATURE_CONTEXT) -> bool:
         """Whether the base64 signature over the message is this key's."""
-        from cryptography.exceptions import InvalidSignature  # noqa: PLC0415
+        from cryptography.exceptions import InvalidSignature
 
         try:
             self._key.verify(base64.b64decode(signature, validate=True), context + message)
@@ -88,7 +88,7 @@ class SigningKey:
     @classmethod
     def generate(cls) -> SigningKey:
         """Return a new key that is nowhere on disk."""
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: PLC0415
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         return cls(Ed25519PrivateKey.generate())
 
@@ -118,8 +118,8 @@ class SigningKey:
 
     @classmethod
     def _load(cls, path: Path) -> SigningKey:
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: PLC0415
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key  # noqa: PLC0415
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
@@ -136,7 +136,7 @@ class SigningKey:
 
     def private_pem(self) -> bytes:
         """Return the key itself, unencrypted; for its file alone."""
-        from cryptography.hazmat.primitives.serialization import (  # noqa: PLC0415
+        from cryptography.hazmat.primitives.serialization import (
             Encoding,
             NoEncryption,
             PrivateFormat,

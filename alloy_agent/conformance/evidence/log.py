@@ -34,6 +34,7 @@ from alloy_agent.conformance.evidence.record import (
     FORMAT_VERSION,
     HEAD_EVERY,
     MAX_LINE,
+    RETENTION,
     ZERO_HASH,
     Body,
     ChainHead,
@@ -118,6 +119,7 @@ class EvidenceLog:
         clock: Clock,
         rotate_bytes: int,
         head_period_s: float,
+        keep_files: int,
     ) -> None:
         self._directory = directory
         self._key = key
@@ -125,6 +127,7 @@ class EvidenceLog:
         self._clock = clock
         self._rotate_bytes = rotate_bytes
         self._head_period_us = int(head_period_s * 1_000_000)
+        self._keep_files = keep_files
         self._lock = threading.Lock()
         self._state = _State()
         self._guard = -1
@@ -143,8 +146,19 @@ class EvidenceLog:
         clock: Clock | None = None,
         rotate_bytes: int = ROTATE_BYTES,
         head_period_s: float = HEAD_PERIOD_S,
+        keep_files: int = 0,
     ) -> EvidenceLog:
         """Return the chain under `state_dir/evidence`, begun or continued.
+
+        Args:
+            state_dir: Holds `evidence/` and `keys/`.
+            boot_id: The boot of this node.
+            agent_version: Goes into every record.
+            config_digest: Of the settings in force; goes into every record.
+            clock: Where times come from; None: the kernel.
+            rotate_bytes: A file that has grown to this size is closed.
+            head_period_s: Longest time that a record stays unsigned, while `tick` is called.
+            keep_files: Closed files beyond this number are removed, with a record; 0 keeps all.
 
         Raises:
             StoreError: The directory cannot be written, or another process writes this chain.
@@ -160,6 +174,7 @@ class EvidenceLog:
             clock=clock or SystemClock(),
             rotate_bytes=rotate_bytes,
             head_period_s=head_period_s,
+            keep_files=keep_files,
         )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -180,6 +195,21 @@ class EvidenceLog:
     def head(self) -> ChainHead:
         """The last record."""
         return ChainHead(sequence=self._state.seq, hash=self._state.digest)
+
+    @property
+    def lost_records(self) -> int:
+        """How many records the disk has refused and the chain does not account for yet."""
+        return self._state.lost
+
+    @property
+    def newest_file(self) -> Path:
+        """The file that is being written."""
+        return self._path
+
+    @property
+    def directory(self) -> Path:
+        """Where all files of the chain are."""
+        return self._directory
 
     @property
     def key(self) -> SigningKey:
@@ -350,8 +380,28 @@ class EvidenceLog:
             self._state = draft
         try:
             self._open_file(self._directory / _file_name(self._state.seq + 1))
+            self._retain()
         except OSError as exc:
             LOG.warning("evidence rotation put off", extra={"cause": str(exc)})
+
+    def _retain(self) -> None:
+        """Remove the oldest closed files beyond what is kept, after a record that says so."""
+        closed = sorted(p for p in self._directory.glob(FILE_GLOB) if p != self._path)
+        surplus = closed[: -self._keep_files] if self._keep_files else []
+        if not surplus:
+            return
+        kept_from = int(closed[len(surplus)].stem.rpartition("-")[2])
+        note = Entry(
+            kind="gap",
+            reason=RETENTION,
+            data={"removed_until": kept_from - 1, "files": tuple(path.name for path in surplus)},
+        )
+        draft = msgspec.structs.replace(self._state)
+        payload = b"".join(self._lines(draft, [note], head=True))
+        self._put(payload)
+        self._state = draft
+        for path in surplus:
+            path.unlink(missing_ok=True)
 
     def _open_file(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -37,6 +37,8 @@ SIGNATURE_CONTEXT = (
     b"alloy.evidence/v1\n"  # a signature over a record is no signature over anything else
 )
 
+RETENTION = "old files removed"  # reason of the gap record that accounts for a missing front
+
 _HEAD = b'{"body":'
 _KEY = re.compile(r"[a-z][a-z0-9_.]*\Z")
 

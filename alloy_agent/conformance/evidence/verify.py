@@ -23,6 +23,7 @@ from alloy_agent.conformance.evidence.record import (
     FILE_GLOB,
     HEAD_EVERY,
     MAX_LINE,
+    RETENTION,
     ZERO_HASH,
     ChainHead,
     Record,
@@ -89,6 +90,8 @@ def verify(
     path: Path,
     public_key: str | bytes | None = None,
     expected_head: ChainHead | None = None,
+    *,
+    live: bool = False,
 ) -> VerifyReport:
     """Return what is wrong with the chain in a directory or in one file; reads nothing else.
 
@@ -97,6 +100,7 @@ def verify(
         public_key: PEM of the node's key. Without it, the key named by the chain's first record
             is used.
         expected_head: A head known from outside of the node, which the chain must contain.
+        live: The chain is being written to: an unfinished last line is no problem.
 
     Raises:
         ConfigError: The path or the key cannot be read.
@@ -107,7 +111,8 @@ def verify(
     chain = _Chain(key, expected_head, starts_at=1 if whole else None)
     for file in files:
         try:
-            chain.read(file, is_last=file == files[-1])
+            is_last = file == files[-1]
+            chain.read(file, is_last=is_last, live=live and is_last)
         except OSError as exc:
             raise ConfigError(
                 f"evidence {file}: {exc.strerror or exc}", cure="run as a user who may read it"
@@ -162,13 +167,16 @@ class _Chain:
         self._heads = self._records = self._gaps = 0
         self._problems: list[EvidenceProblem] = []
         self._dropped = 0
+        self._removals: list[tuple[int, int]] = []  # record that says so, last record removed
 
     # --- file order ---------------------------------------------------------------------------
 
-    def read(self, path: Path, *, is_last: bool) -> None:
+    def read(self, path: Path, *, is_last: bool, live: bool = False) -> None:
         """Take in one file."""
         name = path.name
         for number, (raw, complete) in enumerate(_lines(path), start=1):
+            if not complete and live:
+                break
             if not complete:
                 self._torn(name, number, len(raw), is_last=is_last)
                 continue
@@ -266,6 +274,7 @@ class _Chain:
             self._learn_key(seen)
         elif body.kind == "gap":
             self._gaps += 1
+            self._learn_retention(seen, intact=intact)
         if body.kind == "head":
             self._check_head(seen, intact=intact)
         else:
@@ -301,6 +310,12 @@ class _Chain:
             self._problem("wrong_key", "the chain's own key is unreadable", seen=seen)
             return
         self._source = "chain"
+
+    def _learn_retention(self, seen: _Seen, *, intact: bool) -> None:
+        """Note up to which record old files were removed by policy, as the chain itself says."""
+        until = seen.record.body.data.get("removed_until")
+        if intact and isinstance(until, int) and seen.record.body.reason == RETENTION:
+            self._removals.append((seen.record.body.seq, until))
 
     def _check_head(self, seen: _Seen, *, intact: bool) -> None:
         body = seen.record.body
@@ -425,7 +440,26 @@ class _Chain:
             gaps=self._gaps,
         )
 
+    @property
+    def _removed_until(self) -> int:
+        """Up to which record files were removed; only signed records can say so."""
+        signed = self._signed_up_to or 0
+        return max((until for sequence, until in self._removals if sequence <= signed), default=0)
+
+    def _forgive_retention(self) -> None:
+        """Drop the complaint about a missing front that the chain accounts for."""
+        self._problems = [
+            problem
+            for problem in self._problems
+            if not (
+                problem.kind == "missing"
+                and problem.sequence == 1
+                and (problem.until or 1) <= self._removed_until
+            )
+        ]
+
     def _check_end(self) -> None:
+        self._forgive_retention()
         if self._records == 0:
             self._problem("no_records", "there is no record")
         elif self._heads == 0 and self._first is not None:
@@ -451,10 +485,12 @@ class _Chain:
         if self._expected is None:
             yield (
                 "records removed from the end show only against a head known from outside "
-                "(--expect-head SEQUENCE:HASH)"
+                "(--head SEQUENCE:HASH)"
             )
         if self._first is None and self._began_at not in (None, 1):
             yield f"one file only: records before {self._began_at} were not looked at"
+        if self._removed_until and (self._began_at or 0) > 1:
+            yield f"{_span(1, self._removed_until)} removed by retention, as the chain records"
         if self._dropped:
             yield f"{self._dropped} further problems are not listed"
 

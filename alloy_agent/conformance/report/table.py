@@ -1,0 +1,157 @@
+"""One audit result for a terminal: at most 100 columns, coloured only where somebody looks."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from alloy_agent.conformance.report.documents import all_judgements, time_of
+from alloy_agent.model import AuditResult, Judgement, PartitionReport, Tier, Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+WIDTH = 100
+COLOURS = {
+    "pass": "green",
+    "fail": "bold red",
+    "unknown": "yellow",
+    "not_applicable": "dim",
+    "hard": "green",
+    "enforced": "cyan",
+    "soft": "yellow",
+    "advisory": "magenta",
+}
+WORDS = {Verdict.NOT_APPLICABLE: "n/a"}
+
+
+def to_table(result: AuditResult, *, colour: bool | None = None, width: int = WIDTH) -> str:
+    """Return the result as text: partitions with their tiers, then all that does not pass.
+
+    Args:
+        result: What to show.
+        colour: Whether to colour; None: if standard output is a terminal.
+        width: Columns, at most 100.
+    """
+    from rich.console import Console
+
+    stream = io.StringIO()
+    console = Console(
+        file=stream,
+        width=min(width, WIDTH),
+        force_terminal=sys.stdout.isatty() if colour is None else colour,
+        color_system="standard" if (sys.stdout.isatty() if colour is None else colour) else None,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    _head(console, result)
+    if result.partitions:
+        _partitions(console, result.partitions)
+    else:
+        console.print("no partitions")
+    _problems(console, result)
+    _passes(console, result)
+    _residual(console, result)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def _styled(word: str, key: str | None = None) -> Text:
+    from rich.text import Text
+
+    return Text(word, style=COLOURS.get(key or word, ""))
+
+
+def _plain(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _head(console: Console, result: AuditResult) -> None:
+    from rich.text import Text
+
+    line = Text.assemble(
+        f"audit of {result.node}: ", _styled(result.verdict.value.upper(), result.verdict.value)
+    )
+    line.append(f"  {time_of(result.taken_wall_s)}  {result.mode}")
+    if result.evidence_sequence is not None:
+        line.append(f"  evidence {result.evidence_sequence}:{(result.evidence_hash or '')[:12]}")
+    console.print(line)
+
+
+def _partitions(console: Console, reports: Iterable[PartitionReport]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+    table.add_column("partition", overflow="fold", max_width=38)
+    table.add_column("tenant", overflow="fold", max_width=14)
+    table.add_column("tier", no_wrap=True)
+    table.add_column("why not better", overflow="fold")
+    for report in reports:
+        name = report.partition.id + (" (simulated)" if report.simulated else "")
+        table.add_row(
+            _plain(name),
+            _plain(report.partition.tenant or "-"),
+            _styled(report.tier.value),
+            _plain(report.reason if report.tier is not Tier.HARD else _hard(report)),
+        )
+    console.print(table)
+
+
+def _hard(report: PartitionReport) -> str:
+    return report.reason.removeprefix("limit of this kind of piece: ")
+
+
+def _problems(console: Console, result: AuditResult) -> None:
+    from rich.text import Text
+
+    listed = [
+        judgement
+        for judgement, _ in all_judgements(result)
+        if judgement.verdict in {Verdict.FAIL, Verdict.UNKNOWN}
+    ]
+    for judgement in sorted(listed, key=lambda j: (j.verdict is not Verdict.FAIL, j.check)):
+        head = Text.assemble(
+            _styled(judgement.verdict.value.upper(), judgement.verdict.value),
+            f" {judgement.check} {judgement.subject}: {judgement.claim}",
+        )
+        console.print()
+        console.print(head)
+        for label, text in _details(judgement):
+            console.print(Text(f"  {label:<9} {text}"))
+
+
+def _details(judgement: Judgement) -> list[tuple[str, str]]:
+    details = [
+        ("expected", judgement.expected),
+        ("observed", judgement.observed),
+        ("because", judgement.reason),
+        ("method", judgement.method),
+    ]
+    return [(label, text) for label, text in details if text]
+
+
+def _passes(console: Console, result: AuditResult) -> None:
+    from rich.text import Text
+
+    counts = dict.fromkeys(Verdict, 0)
+    for judgement, _ in all_judgements(result):
+        counts[judgement.verdict] += 1
+    line = Text("\nverdicts: ")
+    words = [f"{counts[v]} {WORDS.get(v, v.value)}" for v in Verdict]
+    line.append(", ".join(words))
+    console.print(line)
+
+
+def _residual(console: Console, result: AuditResult) -> None:
+    if not result.residual_classes:
+        return
+    names = ", ".join(f"{c.id} ({c.name})" for c in result.residual_classes)
+    console.print(_plain(f"still open, whatever passes: {names}"))
+    console.print(_plain("partitioning for quality of service is not isolation for security"))
