@@ -9,6 +9,9 @@ An agent must also live with a brain behind a proxy that has the defaults. The c
 core doubles its interval when it is told so; the application heartbeat (`HEARTBEAT_S`) then finds
 a dead peer.
 
+Windows stay at HTTP/2's 64 KiB (`bdp_probe` off): streams are thin, and a window that grows to
+megabytes is memory for each of thousands of peers, filled by whoever does not slow down.
+
 Source: gRPC core `doc/keepalive.md` and `grpc_types.h` (argument names and defaults).
 """
 
@@ -36,6 +39,7 @@ def client_options() -> Options:
         ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 0),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -54,6 +58,7 @@ def server_options() -> Options:
         ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 2),
         ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),

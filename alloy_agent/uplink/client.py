@@ -140,7 +140,7 @@ class Uplink:
         self._on_welcome = on_welcome
         self._mailbox = Mailbox(boottime_s)
         self._stop = threading.Event()
-        self._lanes: dict[str, queue.Queue[pb.BrainMessage]] = {
+        self._lanes: dict[str, queue.Queue[pb.BrainMessage | None]] = {
             "books": queue.Queue(MAX_WAITING),
             "hardware": queue.Queue(MAX_WAITING),
         }
@@ -187,7 +187,12 @@ class Uplink:
         if session is not None:
             session.end("the agent stops")
         self._mailbox.close()
-        for thread in self._threads:
+        for thread in self._threads[:2]:
+            thread.join(5.0)
+        for lane in self._lanes.values():  # nobody fills them any more
+            _empty(lane)
+            lane.put(None)
+        for thread in self._threads[2:]:
             thread.join(5.0)
         if self._tunnel is not None:
             self._tunnel.stop()
@@ -536,10 +541,9 @@ class Uplink:
         """Do the commands of one lane, one after the other."""
         lane = self._lanes[name]
         while not self._stop.is_set():
-            try:
-                message = lane.get(timeout=0.5)
-            except queue.Empty:
-                continue
+            message = lane.get()
+            if message is None:
+                return
             self._do(message)
 
     def _do(self, message: pb.BrainMessage) -> None:
@@ -644,7 +648,7 @@ def _is_plain(settings: BrainSettings) -> bool:
     if settings.insecure:
         return True
     files = (settings.ca_file, settings.certificate_file, settings.key_file)
-    return (settings.address or "").startswith(LOOPBACK) and files == (None, None, None)
+    return bool(LOOPBACK.match(settings.address or "")) and files == (None, None, None)
 
 
 def _tolerant(data: bytes) -> pb.BrainMessage:
@@ -693,7 +697,7 @@ def _meaning(exc: Exception | None) -> str:
     return f"{code.name.lower().replace('_', ' ')}: {detail}"
 
 
-def _empty(lane: queue.Queue[pb.BrainMessage]) -> None:
+def _empty(lane: queue.Queue[pb.BrainMessage | None]) -> None:
     while True:
         try:
             lane.get_nowait()

@@ -61,7 +61,7 @@ def age_ms(time_s: float, now_s: float) -> int:
     return min(UINT32_MAX, max(0, round((now_s - time_s) * 1e3)))
 
 
-# --- hello, inventory and state --------------------------------------------------------------------------
+# --- hello, inventory and state -------------------------------------------------------------------
 
 
 def hello(  # noqa: PLR0913 - one argument for each part of the message
