@@ -93,11 +93,10 @@ class ChainFact(Shape, frozen=True, kw_only=True):
 
 
 class FenceFact(Shape, frozen=True, kw_only=True):
-    """What device rules let the tenant open; `own_nodes` are those that no neighbour may open."""
+    """What device rules let the tenant open; `by` names the rule, "" is no fence."""
 
-    in_force: bool
-    allowed_nodes: tuple[str, ...]  # "*": any
-    own_nodes: tuple[str, ...]
+    by: str
+    allowed: tuple[str, ...]  # absolute paths; "*": any
 
 
 class MemoryFact(Shape, frozen=True, kw_only=True):
@@ -108,19 +107,34 @@ class MemoryFact(Shape, frozen=True, kw_only=True):
     enforced_by: str
 
 
-class ComputeInstance(Shape, frozen=True, kw_only=True):
-    """One compute instance of a GPU instance."""
+class MigFact(Shape, frozen=True, kw_only=True):
+    """One GPU instance as the driver shows it."""
 
-    id: int
-    slices: int
-    uuid: str = ""
+    uuid: str
+    instance_slices: int  # compute slices of the GPU instance
+    compute_instances: int  # how many compute instances are in it
+    compute_slices: int  # compute slices of the tenant's compute instance
 
 
-class ComputeFact(Shape, frozen=True, kw_only=True):
-    """The compute instances of a GPU instance, which has `slices` compute slices."""
+class AmdFact(Shape, frozen=True, kw_only=True):
+    """The modes that hold, and what they make of the device and of one piece."""
 
-    instances: tuple[ComputeInstance, ...]
-    slices: int
+    compute_mode: str
+    memory_mode: str
+    partitions: int
+    expected_partitions: int
+    render_node: str = ""
+    memory_domains: int = 0
+    isolation: bool | None = None
+
+
+class NeuronFact(Shape, frozen=True, kw_only=True):
+    """The cores that a tenant is bound to or uses, and whether its nodes are its own."""
+
+    cores: tuple[int, ...]
+    lnc: str
+    whole_device: bool
+    device_nodes: tuple[str, ...] = ()
 
 
 class GeometryFact(Shape, frozen=True, kw_only=True):
@@ -133,31 +147,11 @@ class GeometryFact(Shape, frozen=True, kw_only=True):
     incarnation: str
 
 
-class ModeFact(Shape, frozen=True, kw_only=True):
-    """One switch of a device."""
-
-    current: str
-    pending: str | None = None
-
-
 class ClientFact(Shape, frozen=True, kw_only=True):
-    """A process that uses a device; a `monitor` only reads counters."""
+    """A process on a device; `granted`: it is where its tenant may be."""
 
     pid: int
-    name: str = ""
-    monitor: bool = False
-
-
-class Intruder(Shape, frozen=True, kw_only=True):
-    """A process from elsewhere on granted cores."""
-
-    pid: int
-    cores: tuple[int, ...]
-
-
-class CoresFact(Shape, frozen=True, kw_only=True):
-    """Cores granted, cores that the partition's processes use, and who else uses granted ones."""
-
-    granted: tuple[int, ...]
-    used: tuple[int, ...]
-    intruders: tuple[Intruder, ...] = ()
+    comm: str = ""
+    partition: str = ""
+    granted: bool = True
+    monitor: bool = False  # only reads counters

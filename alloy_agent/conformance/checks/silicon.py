@@ -15,21 +15,22 @@ from alloy_agent.conformance.checks.base import (
     Need,
     Outcome,
     compare,
+    cpu_list,
     failed,
     named,
     passed,
     size,
 )
 from alloy_agent.conformance.checks.shapes import (
+    AmdFact,
     ClientFact,
-    ComputeFact,
-    CoresFact,
     FenceFact,
     GeometryFact,
     MemoryFact,
-    ModeFact,
+    MigFact,
+    NeuronFact,
 )
-from alloy_agent.model import Device, ModeKind, Partition, Scheme, Share, Vendor
+from alloy_agent.model import Device, ModeKind, Partition, Scheme, Share, Vendor, Verdict
 
 # Source: NVIDIA container toolkit, control nodes; kfd_chardev.c, one node for all devices; the
 # character devices that every OCI runtime allows (OCI runtime specification, default devices).
@@ -51,6 +52,10 @@ def _mig(partition: Partition, device: Device) -> bool:
 
 def _amd(partition: Partition, device: Device) -> bool:
     return device.vendor is Vendor.AMD and partition.share is Share.EXCLUSIVE
+
+
+def _amd_modes(partition: Partition, device: Device) -> bool:
+    return _amd(partition, device) and device.scheme is Scheme.MODES
 
 
 def _neuron(partition: Partition, device: Device) -> bool:
@@ -89,27 +94,31 @@ def _no_cap(case: Case) -> str:
 
 
 def _fence(case: Case) -> Outcome:
-    fence = case.get("partition.device_fence", FenceFact)
-    wanted = set(case.partition.access.device_nodes)
-    own = named(sorted(fence.own_nodes))
-    expected = f"may open {own} and control nodes, and no neighbour may"
-    if not fence.in_force:
+    fence = case.get("cgroup.device_fence", FenceFact)
+    own = case.get("partition.own_nodes", tuple[str, ...])
+    wanted = set(case.partition.access.device_nodes) | set(own)
+    expected = f"may open {named(sorted(own))} and control nodes, and no neighbour may"
+    if not fence.by:
         return failed(expected, "no device rule is in force")
-    if not fence.own_nodes:
-        return failed(expected, "its device node is shared with neighbours")
-    extra = sorted(set(fence.allowed_nodes) - wanted - CONTROL_NODES)
+    if not own:
+        return failed(expected, "its device nodes are shared with neighbours")
+    extra = sorted(set(fence.allowed) - wanted - CONTROL_NODES)
     if extra:
-        return failed(expected, f"may also open {named(extra)}")
-    return passed(expected, f"may open {named(sorted(fence.allowed_nodes))}")
+        return failed(expected, f"{fence.by} also allows {named(extra)}")
+    return passed(expected, f"{fence.by} allows {named(sorted(fence.allowed))}")
 
 
 def _no_strangers(case: Case) -> Outcome:
-    clients = case.get("device.parent_processes", tuple[ClientFact, ...])
-    strangers = [f"{c.name or 'process'}[{c.pid}]" for c in clients if not c.monitor]
-    expected = "no process on the device outside of its partitions"
+    clients = case.get("device.clients", tuple[ClientFact, ...])
+    strangers = [
+        f"{c.comm or 'process'}[{c.pid}] in {c.partition or 'no partition'}"
+        for c in clients
+        if not c.monitor and (not c.partition or not c.granted)
+    ]
+    expected = "every process on the device is in a partition that it was granted"
     if strangers:
         return failed(expected, named(strangers))
-    return passed(expected, f"{len(clients)} monitors" if clients else "none")
+    return passed(expected, f"{len(clients)} processes" if clients else "no process")
 
 
 def _alone(case: Case) -> Outcome:
@@ -151,11 +160,21 @@ def _memory_used(case: Case) -> Outcome:
 # --- NVIDIA ------------------------------------------------------------------------------------
 
 
+def _same_uuid(case: Case) -> Outcome:
+    shown = case.get("mig.instance", MigFact)
+    geometry = _shown(case)
+    if geometry.verdict is Verdict.FAIL or case.partition.uuid is None:
+        return geometry
+    expected = f"{geometry.expected}, {case.partition.uuid}"
+    return compare(expected, f"{geometry.observed}, {shown.uuid}", "another instance is here")
+
+
 def _full_compute(case: Case) -> Outcome:
-    shown = case.get("partition.compute_instances", ComputeFact)
-    expected = f"one compute instance of {shown.slices} slices"
-    observed = named([f"{instance.slices} slices" for instance in shown.instances])
-    if [instance.slices for instance in shown.instances] == [shown.slices]:
+    shown = case.get("mig.instance", MigFact)
+    expected = f"one compute instance of {shown.instance_slices} slices"
+    observed = f"{shown.compute_instances}, the tenant's of {shown.compute_slices} slices"
+    whole = shown.compute_slices == shown.instance_slices > 0
+    if shown.compute_instances == 1 and whole:
         return passed(expected, observed)
     return failed(expected, observed, "compute instances share the engines of their GPU instance")
 
@@ -164,25 +183,25 @@ def _full_compute(case: Case) -> Outcome:
 
 
 def _modes(case: Case) -> Outcome:
-    shown = case.get("device.modes", dict[str, ModeFact])
-    count = len(case.get("device.geometry", tuple[GeometryFact, ...]))
-    wanted = {mode.kind.value: mode.current for mode in case.device.modes}
+    shown = case.get("amd.partition", AmdFact)
+    wanted = {mode.kind: mode.current for mode in case.device.modes}
     layout = case.intent.of_device(case.device.id)
     if layout is not None:
-        wanted |= {kind.value: mode for kind, mode in layout.modes.items()}
-    pieces = sum(p.device == case.device.id for p in case.snapshot.partitions)
-    expected = _in_words(wanted, pieces)
-    observed = _in_words({kind: mode.current for kind, mode in shown.items()}, count)
+        wanted |= layout.modes
+    compute = wanted.get(ModeKind.COMPUTE, shown.compute_mode)
+    memory = wanted.get(ModeKind.MEMORY, shown.memory_mode)
+    expected = f"{compute}/{memory}, {shown.expected_partitions} pieces"
+    observed = f"{shown.compute_mode}/{shown.memory_mode}, {shown.partitions} pieces"
     return compare(expected, observed, "modes or count differ from what was meant")
 
 
-def _in_words(modes: dict[str, str], count: int) -> str:
-    return ", ".join(f"{kind} {modes[kind]}" for kind in sorted(modes)) + f", {count} pieces"
-
-
 def _process_isolation(case: Case) -> Outcome:
-    on = case.get("partition.process_isolation", int)
-    return compare("on", "on" if on else "off", "local memory may outlive a process")
+    isolation = case.get("amd.partition", AmdFact).isolation
+    if isolation is None:
+        return Outcome(
+            verdict=Verdict.UNKNOWN, expected="on", reason="the driver does not tell the setting"
+        )
+    return compare("on", "on" if isolation else "off", "local memory may outlive a process")
 
 
 def _several_pieces(case: Case) -> str:
@@ -191,10 +210,10 @@ def _several_pieces(case: Case) -> str:
 
 
 def _memory_domains(case: Case) -> Outcome:
-    memory = case.get("device.modes", dict[str, ModeFact]).get("memory")
-    observed = memory.current if memory else "no memory mode"
+    shown = case.get("amd.partition", AmdFact)
+    observed = f"{shown.memory_mode}, {shown.memory_domains} domains"
     expected = "memory in more than one domain (NPS2 or more)"
-    if observed.removeprefix("NPS") in {"1", "no memory mode"}:
+    if shown.memory_domains <= 1:
         return failed(expected, observed, "all pieces interleave over all of the memory")
     return passed(expected, observed)
 
@@ -203,44 +222,38 @@ def _memory_domains(case: Case) -> Outcome:
 
 
 def _cores(case: Case) -> Outcome:
-    shown = case.get("partition.cores", CoresFact)
-    granted = set(range(case.partition.placement.start, case.partition.placement.stop))
-    expected = f"uses of cores {_numbers(granted)} by this tenant only"
-    problems = []
-    if set(shown.granted) != granted:
-        problems.append(f"the driver grants {_numbers(shown.granted)}")
-    if outside := set(shown.used) - granted:
-        problems.append(f"uses {_numbers(outside)} outside of the grant")
-    problems += [f"process {i.pid} uses {_numbers(i.cores)}" for i in shown.intruders]
-    if problems:
-        return failed(expected, named(problems))
-    return passed(expected, f"{_numbers(shown.used)} in use")
-
-
-def _numbers(cores: tuple[int, ...] | set[int]) -> str:
-    return ",".join(map(str, sorted(cores))) or "none"
+    shown = case.get("neuron.cores", NeuronFact)
+    place = case.partition.placement
+    granted = case.partition.units or tuple(range(place.start, place.stop))
+    expected = f"cores {cpu_list(granted)}"
+    observed = f"cores {cpu_list(shown.cores)}"
+    return compare(expected, observed, "the tenant's processes are on other cores than granted")
 
 
 def _need(name: str, shape: object, of: str = "partition") -> Need:
     return Need(name=name, shape=shape, of=of)
 
 
-FENCE = _need("partition.device_fence", FenceFact)
-STRANGERS = _need("device.parent_processes", tuple[ClientFact, ...], "device")
+FENCE = (
+    _need("cgroup.device_fence", FenceFact),
+    _need("partition.own_nodes", tuple[str, ...]),
+)
+STRANGERS = _need("device.clients", tuple[ClientFact, ...], "device")
 GEOMETRY = _need("device.geometry", tuple[GeometryFact, ...], "device")
-MODES = _need("device.modes", dict[str, ModeFact], "device")
+MIG = _need("mig.instance", MigFact)
+AMD = _need("amd.partition", AmdFact)
 MEMORY = _need("partition.memory", MemoryFact)
 
 FENCE_CLAIM = "Device rules let the tenant open its own nodes, and let no neighbour open them."
-STRANGER_CLAIM = "No process is on the device outside of its partitions."
+STRANGER_CLAIM = "Every process on the device is in a partition that it was granted."
 
 CHECKS: tuple[Check, ...] = (
     Check(
         id="MIG-01",
         claim="The driver shows the very instance that the partition names.",
         applies=_mig,
-        needs=(GEOMETRY,),
-        judge=_shown,
+        needs=(GEOMETRY, MIG),
+        judge=_same_uuid,
         supports=ENFORCED,
         required_for=ENFORCED,
     ),
@@ -248,7 +261,7 @@ CHECKS: tuple[Check, ...] = (
         id="MIG-02",
         claim="One compute instance spans the whole GPU instance.",
         applies=_mig,
-        needs=(_need("partition.compute_instances", ComputeFact),),
+        needs=(MIG,),
         judge=_full_compute,
         supports=HARD,
         required_for=HARD,
@@ -257,7 +270,7 @@ CHECKS: tuple[Check, ...] = (
         id="MIG-03",
         claim=FENCE_CLAIM,
         applies=_mig,
-        needs=(FENCE,),
+        needs=FENCE,
         judge=_fence,
         exempt=_idle,
         supports=ENFORCED,
@@ -275,8 +288,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="CPX-01",
         claim="Compute mode, memory mode and the number of pieces are as meant.",
-        applies=_amd,
-        needs=(MODES, GEOMETRY),
+        applies=_amd_modes,
+        needs=(AMD,),
         judge=_modes,
         supports=ENFORCED,
         required_for=ENFORCED,
@@ -284,8 +297,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="CPX-02",
         claim="Local memory is cleared between processes (enforce_isolation).",
-        applies=_amd,
-        needs=(_need("partition.process_isolation", int),),
+        applies=_amd_modes,
+        needs=(AMD,),
         judge=_process_isolation,
         exempt=_idle,
         supports=HARD,
@@ -295,7 +308,7 @@ CHECKS: tuple[Check, ...] = (
         id="CPX-03",
         claim=FENCE_CLAIM,
         applies=_amd,
-        needs=(FENCE,),
+        needs=FENCE,
         judge=_fence,
         exempt=_idle,
         supports=ENFORCED,
@@ -304,8 +317,8 @@ CHECKS: tuple[Check, ...] = (
     Check(
         id="CPX-04",
         claim="The memory mode keeps pieces apart.",
-        applies=_amd,
-        needs=(MODES,),
+        applies=_amd_modes,
+        needs=(AMD,),
         judge=_memory_domains,
         exempt=_several_pieces,
         supports=HARD,
@@ -313,9 +326,9 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         id="NRN-01",
-        claim="The tenant uses the cores it was granted, and nobody else does.",
+        claim="The tenant is bound to the cores it was granted, and uses no other.",
         applies=_neuron,
-        needs=(_need("partition.cores", CoresFact),),
+        needs=(_need("neuron.cores", NeuronFact),),
         judge=_cores,
         supports=ANY_IN_FORCE,
         required_for=ANY_IN_FORCE,
@@ -324,7 +337,7 @@ CHECKS: tuple[Check, ...] = (
         id="NRN-02",
         claim=FENCE_CLAIM,
         applies=_neuron,
-        needs=(FENCE,),
+        needs=FENCE,
         judge=_fence,
         exempt=_idle,
         supports=ENFORCED,
@@ -334,7 +347,7 @@ CHECKS: tuple[Check, ...] = (
         id="DEV-01",
         claim=FENCE_CLAIM,
         applies=_whole_gpu,
-        needs=(FENCE,),
+        needs=FENCE,
         judge=_fence,
         exempt=_idle,
         supports=ENFORCED,

@@ -273,12 +273,12 @@ def _how_to_verify(result: AuditResult) -> str:
     )
     return (
         "<section><h2>How to verify this</h2><p>The verdicts above are in the node's evidence "
-        "chain: plain text, hashed record by record, with signed heads. Copy the evidence directory "
+        "chain: plain text, hashed record by record, with signed heads. Copy the evidence folder "
         "and the node's public key (<code>keys/evidence.pub.pem</code>) to any machine, where no "
         "agent needs to run, and check both, and that the chain reaches the record named "
         "here:</p>"
         f"<pre>alloy-agent evidence verify evidence/ --public-key evidence.pub.pem{head}</pre>"
-        "<p>The command names each changed, missing, reordered or truncated record, and exits with 1 "
+        "<p>The command names each changed, missing, reordered or truncated record; it exits with 1 "
         "if there is any. This page itself is not signed; the DSSE envelope of an audit "
         "(<code>alloy-agent audit --dsse</code>) is.</p></section>"
     )
