@@ -75,6 +75,7 @@ def _leased(leases: Iterable[Lease], snapshot: Snapshot) -> dict[PartitionId, Le
         piece.partition: lease
         for lease in leases
         if lease.boot_id == snapshot.boot_id
+        and (lease.expires_at_s is None or lease.expires_at_s > snapshot.taken_at_s)
         for piece in lease.pieces
         if generations.get(piece.partition) == piece.generation
     }
@@ -107,7 +108,7 @@ class _Walk:
             case Destroy() | Configure():
                 self._living(step)
             case Create():
-                self._place(step)
+                self._place(step, device)
             case SetMode():
                 self._switch(step, device)
 
@@ -124,14 +125,18 @@ class _Walk:
             self._refuse_leased(planned.id, "destroyed")
             del self._pieces[planned.id]
 
-    def _place(self, step: Create) -> None:
+    def _place(self, step: Create, device: Device) -> None:
         spec = step.spec
         if spec.placement is None:
             raise StalePlanError(f"a step creates {spec.profile} without a place", cure=_AGAIN)
         if step.device in self._opaque:
             return
-        for piece in self._pieces.values():
-            if piece.device != spec.device or not piece.placement.overlaps(spec.placement):
+        for piece in [p for p in self._pieces.values() if p.device == spec.device]:
+            if not piece.placement.overlaps(spec.placement):
+                continue
+            if made_by_mode(piece, device) and spec.share is not Share.EXCLUSIVE:
+                self._refuse_leased(piece.id, "shared out")
+                del self._pieces[piece.id]
                 continue
             both_shared = Share.EXCLUSIVE not in (piece.share, spec.share)
             if not both_shared or (piece.share, piece.ordinal) == (spec.share, spec.ordinal):
@@ -172,5 +177,7 @@ class _Walk:
             if entry.partitions is None or device is None or device.scheme is Scheme.MODES:
                 continue
             for piece in self._pieces.values():
-                if piece.device == device.id and piece.id not in self._named:
+                if piece.device != device.id or made_by_mode(piece, device):
+                    continue
+                if piece.id not in self._named:
                     raise StalePlanError(f"{piece.id} has appeared since", cure=_AGAIN)

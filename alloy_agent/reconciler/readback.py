@@ -28,7 +28,7 @@ from alloy_agent.model import (
     Share,
     Step,
 )
-from alloy_agent.planner.geometry import same_memory, same_shape
+from alloy_agent.planner.geometry import made_by_mode, same_memory, same_shape
 from alloy_agent.planner.steps import describe, spec_of
 from alloy_agent.store.records import Before, Entry, PieceRef
 
@@ -84,6 +84,9 @@ def before_of(observations: Iterable[Observation]) -> Before:
     seen = tuple(observations)
     return Before(
         pieces=tuple(sorted(ref(piece) for o in seen for piece in o.partitions)),
+        by_mode=tuple(
+            sorted(ref(p) for o in seen for p in o.partitions if made_by_mode(p, o.device))
+        ),
         modes=tuple(
             sorted(
                 (o.device.id, mode.kind, mode.pending or mode.current)
@@ -104,6 +107,8 @@ def judge(step: Step, before: Before, now: tuple[Observation, ...]) -> ReadBack:
     """Return whether the step's promise holds now."""
     after = before_of(now)
     old, new = set(before.pieces), set(after.pieces)
+    if not isinstance(step, SetMode):  # shares take the place of the whole, and give it back
+        old, new = old - set(before.by_mode), new - set(after.by_mode)
     made, gone = new - old, old - new
     if half := set(after.half) - set(before.half):
         why = "; ".join(f"{reason} of {device} is half-made" for device, reason in sorted(half))
@@ -182,6 +187,7 @@ def _occupied(spec: PartitionSpec, now: tuple[Observation, ...]) -> bool:
         for o in now
         if o.device.id == spec.device
         for piece in o.partitions
+        if not made_by_mode(piece, o.device)
     )
 
 

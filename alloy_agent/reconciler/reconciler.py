@@ -315,6 +315,8 @@ class Reconciler:
                 raise
             if isinstance(failure, WorkerDownError) and back.outcome is Outcome.DONE:
                 failure = None  # the answer was lost, the step was not
+            if back.outcome is Outcome.PENDING and not isinstance(failure, DeviceBusyError):
+                failure = None  # the device has taken the wish, however the call puts that
             if failure is None and back.outcome in (Outcome.UNTOUCHED, Outcome.PARTLY):
                 failure = UnverifiedError(
                     f"{describe(step)}: the device took the call, but {back.why}"

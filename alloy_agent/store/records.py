@@ -57,6 +57,7 @@ class Before(Value, frozen=True, kw_only=True):
     pieces: tuple[PieceRef, ...] = ()
     modes: tuple[tuple[DeviceId, ModeKind, str], ...] = ()
     caps: tuple[tuple[PartitionId, int], ...] = ()
+    by_mode: tuple[PieceRef, ...] = ()  # those of `pieces` that are there by a mode, not by a step
     half: tuple[tuple[DeviceId, str], ...] = ()  # half-made pieces, by reason
 
 
