@@ -9,7 +9,6 @@ memory-and-swap limit is invalid.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -37,6 +36,8 @@ class FakeKernel(CgroupFs):
         self.frozen_by_v2 = True  # whether a v2 freeze succeeds
         self.memory_used: dict[str, int] = {}
         self.partition_answer = "root"
+        self._inode = 0
+        self._inodes: dict[str, int] = {}
 
     # --- what CgroupFs offers --------------------------------------------------------------
 
@@ -48,6 +49,8 @@ class FakeKernel(CgroupFs):
         if not path.parent.exists():
             raise refused(OSError(errno.ENOENT, "No such file"), f"making cgroup {folder}")
         path.mkdir()
+        self._inode += 1
+        self._inodes[folder] = self._inode
         self.populate(folder)
         return True
 
@@ -73,6 +76,9 @@ class FakeKernel(CgroupFs):
             raise refused(exc, f"writing {text!r} to {path}") from exc
         if shown is not None:
             file.write_text(shown + "\n")
+
+    def inode(self, folder: str) -> int | None:
+        return self._inodes.get(folder, 1) if self.exists(folder) else None
 
     def read(self, path: str) -> str | None:
         if path.endswith("/freezer.state") and self.freezing_reads > 0:
@@ -387,8 +393,3 @@ class FakeHost:
                 f"Node {number} MemTotal: 16777216 kB\nNode {number} MemFree: 8388608 kB\n"
                 f"Node {number} FilePages: 4194304 kB\n"
             )
-
-
-def inode(path: str) -> int:
-    """Return a folder's inode number."""
-    return os.stat(path).st_ino  # noqa: PTH116
