@@ -14,6 +14,7 @@ import msgspec
 STATE_VERSION: Final = 1
 EVENTS_KEPT: Final = 1024
 
+GrantKind = Literal["cores", "production", "opportunistic"]
 FaultAction = Literal["error", "hang", "slow", "sigkill", "sigsegv", "crash"]
 ErrorName = Literal[
     "insufficient_resources",
@@ -120,7 +121,7 @@ class Grant(msgspec.Struct, kw_only=True):
     Such bindings live in files on a real node (environment, CDI); the machine keeps them likewise.
     """
 
-    kind: Literal["cores", "production", "opportunistic"]
+    kind: GrantKind
     profile: str
     start: int
     size: int

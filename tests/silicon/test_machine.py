@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,16 +47,12 @@ def test_a_scripted_error_strikes_as_often_as_asked(
     """From the n-th matching call on, so many times, with the vendor's code; then never again."""
     machine, gpu = mig_gpu()
     fault = Fault(call="gpu.create_*", nth=2, times=1, code=999)
-    machine.add_fault(Fault(**{**_fields(fault), "error": error}))
+    machine.add_fault(msgspec.structs.replace(fault, error=error))
     gpu.create_gpu_instance(SEVENTH, 0)
     with pytest.raises(kind) as raised:
         gpu.create_gpu_instance(SEVENTH, 1)
     assert raised.value.code == 999
     gpu.create_gpu_instance(SEVENTH, 1)
-
-
-def _fields(fault: Fault) -> dict[str, object]:
-    return {name: getattr(fault, name) for name in fault.__struct_fields__}
 
 
 def test_a_fault_names_its_device() -> None:

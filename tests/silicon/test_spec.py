@@ -1,4 +1,4 @@
-"""What `--fake` takes: short names, instances, a mixture, YAML files; one line for anything else."""
+"""What `--fake` takes: names, instances, a mixture, files; one line for anything else."""
 
 from __future__ import annotations
 
@@ -152,13 +152,19 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
         parse_specs([str(tmp_path / "none.yaml")])
 
 
+def _complaint(specs: list[str]) -> str:
+    """Return what is wrong with a specification; empty when it makes a machine."""
+    try:
+        open_machine(parse_specs(specs))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @given(st.text(max_size=60))
 def test_any_option_is_a_recipe_or_one_line(text: str) -> None:
     """No option, however odd, ends in anything but a recipe or a `ConfigError`."""
-    try:
-        parse_specs([text])
-    except ConfigError as error:
-        assert len(str(error).splitlines()) == 1
+    assert len(_complaint([text]).splitlines()) <= 1
 
 
 YAML_BITS = st.sampled_from(
@@ -174,7 +180,4 @@ def test_any_file_is_a_machine_or_one_line(
     """No file, however broken, ends in anything but a machine or a `ConfigError`."""
     path = tmp_path_factory.mktemp("fuzz") / "node.yaml"
     path.write_text(text)
-    try:
-        open_machine(parse_specs([str(path)]))
-    except ConfigError as error:
-        assert len(str(error).splitlines()) == 1
+    assert len(_complaint([str(path)]).splitlines()) <= 1

@@ -4,27 +4,29 @@ It behaves as the vendors' own backends do: the same nouns, tiers, refusals and 
 device marked `simulated`. Handles are real: sampling a GPU opens one on it and on each of its
 instances, and until `quiesce` lets go of them they are why a change fails with "in use".
 
-Facts of a device:
+Facts, whose names all backends share. Of a device:
 
 | name | value |
 | --- | --- |
 | `device.geometry` | list of `{id, profile, start, size, incarnation}`, as read back |
 | `device.modes` | `{kind: {current, pending}}` |
-| `device.clients` | list of `{pid, comm, partition, granted}`; `partition` "" is in none |
+| `device.clients` | list of `{pid, comm, partition, granted, monitor}`; `partition` "" is in none |
 | `driver.version`, `driver.floor` | the floor is the oldest driver known to be safe |
 
-Facts of a partition (one that has gone has none):
+Of a partition (one that has gone has none):
 
 | name | value |
 | --- | --- |
 | `partition.exists` | true |
 | `partition.processes` | list of `{pid, comm, memory_bytes}` |
-| `partition.memory` | `{limit_bytes, used_bytes, enforced_by}` |
+| `partition.memory` | `{limit_bytes, used_bytes, enforced_by}`: instance, driver, device or none |
 | `partition.own_nodes` | device nodes that no neighbour may open; empty: all are shared |
-| `cgroup.device_fence` | `{by, allowed}`: the rule in force ("": none) and what it allows |
+| `cgroup.device_fence` | `{by, allowed}`: the rule in force ("": none) and the nodes it allows |
 | `mig.instance` | `{uuid, gpu_instance, instance_slices, compute_instances, compute_slices}` |
 | `amd.partition` | modes, live and expected count, render node, memory domains, isolation |
 | `neuron.cores` | `{cores, lnc, whole_device, device_nodes}`; cores by their sysfs numbers |
+
+A fact of another vendor's primitive is not there at all.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from alloy_agent.backends.fake.collect import Half, collect
 from alloy_agent.backends.fake.neuron import NeuronHalf
 from alloy_agent.backends.fake.nvidia import NvidiaHalf
 from alloy_agent.backends.fake.sampling import Column, Sampler, columns
-from alloy_agent.backends.fake.words import grant_serial, translated
+from alloy_agent.backends.fake.words import find_grant, translated
 from alloy_agent.errors import UnsupportedError
 from alloy_agent.model import (
     Capabilities,
@@ -141,13 +143,13 @@ class FakeBackend:
                 self._configure(step)
 
     def _configure(self, step: Configure) -> None:
-        if "grant" not in step.partition.locator:
+        grant = find_grant(self.machine, step.partition)
+        if grant is None:
             raise UnsupportedError(
                 f"{step.partition.id}: its memory is fixed by {step.partition.profile}",
                 cure="choose another profile",
             )
-        serial = grant_serial(step.partition)
-        self.machine.configure_grant(step.device, serial, step.memory_bytes)
+        self.machine.configure_grant(step.device, grant.serial, step.memory_bytes)
 
     def quiesce(self, device: DeviceId) -> None:
         """Close every handle on the device; sampling leaves it alone until `resume`."""

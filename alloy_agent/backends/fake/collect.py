@@ -13,6 +13,7 @@ from alloy_agent.model import (
     Partition,
     Quality,
     SetMode,
+    Share,
     Vendor,
 )
 from alloy_agent.silicon.boards import BOARDS
@@ -139,6 +140,7 @@ def _device_facts(
             "comm": client.name,
             "partition": "" if place is None else place.id,
             "granted": place is not None and client.tag in {"", place.id},
+            "monitor": client.monitor,
         }
         for client, place in places
     ]
@@ -235,4 +237,5 @@ def _memory_guard(partition: Partition) -> str:
         return "instance"
     if "xcp" in partition.locator:
         return "driver"
-    return "device" if partition.profile == "whole" else "none"
+    alone = partition.memory_bytes is not None and partition.share is Share.EXCLUSIVE
+    return "device" if alone else "none"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
+import msgspec
+
 from alloy_agent.backends.fake.words import (
     SHARED_LIMIT,
     create_grant,
@@ -18,6 +20,7 @@ from alloy_agent.backends.fake.words import (
 )
 from alloy_agent.errors import BackendError, DeviceBusyError
 from alloy_agent.model import (
+    HALF_MADE,
     Access,
     Create,
     Device,
@@ -121,7 +124,8 @@ class NvidiaHalf:
         gpu = self._machine.nvidia(device.id)
         state = self._machine.device(device.id)
         if state.mig:
-            return tuple(self._instance(gpu, state, entry) for entry in gpu.instances())
+            made = [entry for entry in gpu.instances() if entry.compute]
+            return tuple(self._instance(gpu, state, entry) for entry in made)
         access = Access(
             device_nodes=(f"/dev/nvidia{state.minor}", *_COMMON_NODES),
             environment=_visible(state.uuid),
@@ -154,7 +158,7 @@ class NvidiaHalf:
             device=DeviceId(gpu.id),
             profile=shape.name,
             placement=Placement(start=entry.start, size=entry.size),
-            incarnation="+".join(uuids) or f"gi{entry.id}-{entry.serial}-incomplete",
+            incarnation=_incarnation(entry),
             uuid=uuids[0] if len(uuids) == 1 else None,
             memory_bytes=shape.memory_mib * MIB,
             compute_units=shape.sms,
@@ -165,22 +169,23 @@ class NvidiaHalf:
             },
             access=Access(
                 device_nodes=tuple(nodes),
-                environment=_visible(",".join(uuids)) if uuids else {},
+                environment=_visible(",".join(uuids)),
             ),
         )
 
     def faults(self, device: Device, partitions: tuple[Partition, ...]) -> list[DeviceFault]:
         """Return what is wrong with the GPU now."""
-        state = self._machine.device(device.id)
+        del partitions
+        state, board = self._machine.device(device.id), self._machine.nvidia(device.id).board
+        names = {shape.vendor_id: shape.name for shape in board.profiles}
         found = [
             DeviceFault(
                 device=device.id,
-                kind="partition_incomplete",
-                reason=f"{partition.id}: GPU instance {partition.locator['gi']} has no compute "
-                "instance",
+                kind=HALF_MADE,
+                reason=f"{names[entry.profile]}@{entry.start} without compute instance",
             )
-            for partition in partitions
-            if partition.locator.get("gi") and not partition.locator.get("ci")
+            for entry in state.instances
+            if state.mig and not entry.compute
         ]
         checks = (
             (state.needs_reset, "reset_required", "a mode change waits for a reset"),
@@ -229,16 +234,9 @@ class NvidiaHalf:
         shape = gpu.board.profile(spec.profile)
         if shape is None or spec.placement is None:
             raise BackendError(f"{step.device}: no profile {spec.profile}")
-        half_done = next(
-            (
-                entry
-                for entry in gpu.instances()
-                if (entry.profile, entry.start) == (shape.vendor_id, spec.placement.start)
-                and not entry.compute
-            ),
-            None,
-        )
-        instance = half_done or gpu.create_gpu_instance(shape.vendor_id, spec.placement.start)
+        found = _at(gpu, spec.profile, spec.placement.start)
+        half_made = found if found is not None and not found.compute else None
+        instance = half_made or gpu.create_gpu_instance(shape.vendor_id, spec.placement.start)
         try:
             gpu.create_compute_instance(instance.id)
         except refusals.RefusalError:
@@ -251,21 +249,21 @@ class NvidiaHalf:
         if partition.share is not Share.EXCLUSIVE:
             destroy_grant(self._machine, partition)
             return
-        if "gi" not in partition.locator:
+        if partition.profile == "whole":
             raise wrong_scheme(partition.device, "a whole GPU cannot be removed", "set mig on")
         gpu = self._machine.nvidia(partition.device)
-        number = int(partition.locator["gi"])
-        entry = next((e for e in gpu.instances() if e.id == number), None)
+        entry = _at(gpu, partition.profile, partition.placement.start)
         if entry is None:
             return
-        if str(entry.serial) != partition.locator.get("serial"):
+        # Half-made it has no identity; whole it must be the one that is meant, ids being re-used.
+        if entry.compute and partition.incarnation not in {"", _incarnation(entry)}:
             raise BackendError(
-                f"{partition.id}: GPU instance {number} has been made anew by somebody else",
+                f"{partition.id}: GPU instance {entry.id} has been made anew by somebody else",
                 cure="look at the devices and plan again",
             )
         for compute in tuple(entry.compute):
-            gpu.destroy_compute_instance(number, compute.id)
-        gpu.destroy_gpu_instance(number)
+            gpu.destroy_compute_instance(entry.id, compute.id)
+        gpu.destroy_gpu_instance(entry.id)
 
     def partition_of(self, client: Client, partitions: tuple[Partition, ...]) -> Partition | None:
         """Return the partition that a process works in; None: on the parent device."""
@@ -283,6 +281,21 @@ class NvidiaHalf:
         if "gi" in partition.locator:
             return caps
         return partition.access.device_nodes[:1]
+
+
+def _at(gpu: NvidiaGpu, profile: str, start: int) -> GpuInstance | None:
+    """Return the GPU instance of that profile at that place, whole or half-made."""
+    shape = gpu.board.profile(profile)
+    if shape is None:
+        return None
+    for entry in gpu.instances():
+        if (entry.profile, entry.start) == (shape.vendor_id, start):
+            return entry
+    return None
+
+
+def _incarnation(entry: GpuInstance) -> str:
+    return "+".join(compute.uuid for compute in entry.compute)
 
 
 def _profile(shape: InstanceShape) -> Profile:
@@ -307,6 +320,4 @@ def _visible(uuid: str) -> dict[str, str]:
 
 
 def _with_access(partition: Partition, access: Access) -> Partition:
-    import msgspec
-
     return msgspec.structs.replace(partition, access=access)

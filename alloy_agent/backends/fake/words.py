@@ -26,13 +26,19 @@ from alloy_agent.model import (
 )
 from alloy_agent.silicon import refusals
 from alloy_agent.silicon.machine import Machine
-from alloy_agent.silicon.state import Grant
+from alloy_agent.silicon.state import Grant, GrantKind
 
 _MEANING: Final[dict[type[refusals.RefusalError], type[BackendError]]] = {
     refusals.InUseError: DeviceBusyError,
     refusals.LostError: DeviceLostError,
     refusals.NotSupportedError: UnsupportedError,
     refusals.NotPermittedError: NotPermittedError,
+}
+
+_KINDS: Final[dict[Share, GrantKind]] = {
+    Share.EXCLUSIVE: "cores",
+    Share.PRODUCTION: "production",
+    Share.OPPORTUNISTIC: "opportunistic",
 }
 
 SHARED_LIMIT: Final = TierLimit(
@@ -69,7 +75,7 @@ def share_grants(machine: Machine, device: Device) -> tuple[Partition, ...]:
             device=device.id,
             profile=grant.profile,
             placement=Placement(start=grant.start, size=grant.size),
-            incarnation=f"grant-{grant.serial}",
+            incarnation=grant_incarnation(grant),
             memory_bytes=grant.memory_bytes,
             share=Share(grant.kind),
             ordinal=grant.ordinal,
@@ -84,15 +90,10 @@ def create_grant(machine: Machine, spec: PartitionSpec) -> None:
     """Bind a run of cores, or a share of the whole device."""
     if spec.placement is None:
         raise BackendError(f"{spec.device}: {spec.profile} has no placement")
-    kind = "cores" if spec.share is Share.EXCLUSIVE else spec.share.value
     machine.create_grant(
         spec.device,
         Grant(
-            kind="production"
-            if kind == "production"
-            else "opportunistic"
-            if kind == "opportunistic"
-            else "cores",
+            kind=_KINDS[spec.share],
             profile=spec.profile,
             start=spec.placement.start,
             size=spec.placement.size,
@@ -105,16 +106,35 @@ def create_grant(machine: Machine, spec: PartitionSpec) -> None:
 
 def destroy_grant(machine: Machine, partition: Partition) -> None:
     """Remove a binding; one that is gone already is fine."""
-    with contextlib.suppress(refusals.NotFoundError):
-        machine.destroy_grant(partition.device, grant_serial(partition))
+    grant = find_grant(machine, partition)
+    if grant is not None:
+        with contextlib.suppress(refusals.NotFoundError):
+            machine.destroy_grant(partition.device, grant.serial)
 
 
-def grant_serial(partition: Partition) -> int:
-    """Return the serial of the binding behind a partition."""
-    text = partition.locator.get("grant", "")
-    if not text.isdecimal():
-        raise BackendError(f"{partition.id} is no binding of {partition.device}")
-    return int(text)
+def find_grant(machine: Machine, partition: Partition) -> Grant | None:
+    """Return the binding behind a partition, found by its place; None: there is none.
+
+    Raises:
+        BackendError: Another one is in its place.
+    """
+    kind, place = _KINDS[partition.share], partition.placement
+    for grant in machine.grants(partition.device):
+        here = Placement(start=grant.start, size=grant.size)
+        if (grant.kind, here, grant.ordinal) != (kind, place, partition.ordinal):
+            continue
+        if partition.incarnation not in {"", grant_incarnation(grant)}:
+            raise BackendError(
+                f"{partition.id} has been made anew by somebody else",
+                cure="look at the devices and plan again",
+            )
+        return grant
+    return None
+
+
+def grant_incarnation(grant: Grant) -> str:
+    """Return the incarnation of the partition that a binding makes."""
+    return f"grant-{grant.serial}"
 
 
 def wrong_scheme(device: DeviceId, what: str, instead: str) -> UnsupportedError:
