@@ -12,8 +12,13 @@ partition):
 | `cgroup.members` | tuple of `MemberFact`: every process in any of its hierarchies |
 
 Facts of the node: `host.cpus` (CPUs that the host gives to anyone), `host.pinned` (tuple of
-`PinnedFact`), `host.owners` (tuple of `OwnerFact`), `evidence.chain` (`ChainFact`). Facts of
-accelerators are listed in `backends/fake`, whose names all backends share.
+`PinnedFact`), `host.owners` (tuple of `OwnerFact`), `evidence.chain` (`ChainFact`).
+
+Facts of an accelerator, under these names in every backend that has the primitive:
+`device.geometry` (tuple of `GeometryFact`), `device.clients` (tuple of `ClientFact`). Of its
+partitions: `partition.processes` (list of `{pid, ...}`), `partition.own_nodes` (nodes that no
+neighbour may open), `cgroup.device_fence` (`FenceFact`), `partition.memory` (`MemoryFact`),
+`mig.instance` (`MigFact`), `amd.partition` (`AmdFact`), `neuron.cores` (`NeuronFact`).
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def _how_to_verify(result: AuditResult) -> str:
         "agent needs to run, and check both, and that the chain reaches the record named "
         "here:</p>"
         f"<pre>alloy-agent evidence verify evidence/ --public-key evidence.pub.pem{head}</pre>"
-        "<p>The command names each changed, missing, reordered or truncated record; it exits with 1 "
-        "if there is any. This page itself is not signed; the DSSE envelope of an audit "
+        "<p>The command names each changed, missing, reordered or truncated record; it exits "
+        "with 1 if there is any. This page itself is not signed; the DSSE envelope of an audit "
         "(<code>alloy-agent audit --dsse</code>) is.</p></section>"
     )
