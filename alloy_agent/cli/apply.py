@@ -27,11 +27,11 @@ def add(commands: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Plan, ask where somebody is interrupted, apply exactly that plan, print what came of it."""
-    from alloy_agent.cli.sources import open_node, read_text, require_root
+    from alloy_agent.cli.sources import open_node, read_layout_text, require_root
     from alloy_agent.daemon.api import LayoutRequest
     from alloy_agent.daemon.documents import interrupted
 
-    text = read_text(arguments.file)
+    text = read_layout_text(arguments.file)
     require_root("apply")
     request = LayoutRequest(text=text, file=arguments.file, layout=arguments.layout)
     with open_node(arguments, write=True) as node:

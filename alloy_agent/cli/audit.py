@@ -42,19 +42,21 @@ def run(arguments: Namespace) -> int:
 
 def write_reports(result: AuditResult, arguments: Namespace) -> None:
     """Write the report files that were asked for."""
+    from pathlib import Path
+
     from alloy_agent.cli.sources import settings_of, write_file
     from alloy_agent.conformance import report
 
+    state = Path(settings_of(arguments).state_dir)
     if arguments.html:
-        write_file(arguments.html, report.to_html(result))
+        history = report.history_of(state / "evidence")
+        write_file(arguments.html, report.to_html(result, history))
     if arguments.sarif:
         write_file(arguments.sarif, report.to_sarif(result))
     if arguments.dsse:
-        from pathlib import Path
-
         from alloy_agent.conformance.evidence import SigningKey
 
-        key = SigningKey.load_or_create(Path(settings_of(arguments).state_dir) / "keys")
+        key = SigningKey.load_or_create(state / "keys")
         write_file(arguments.dsse, report.to_dsse(result, key))
 
 

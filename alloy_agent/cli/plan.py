@@ -24,10 +24,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Print the plan."""
-    from alloy_agent.cli.sources import open_node, read_text
+    from alloy_agent.cli.sources import open_node, read_layout_text
     from alloy_agent.daemon.api import LayoutRequest
 
-    text = read_text(arguments.file)
+    text = read_layout_text(arguments.file)
     request = LayoutRequest(text=text, file=arguments.file, layout=arguments.layout)
     with open_node(arguments) as node:
         document = node.plan(request)

@@ -96,6 +96,19 @@ def settings_of(arguments: Namespace) -> Settings:
     return read_settings(find_config(arguments.config, os.environ), os.environ, given)
 
 
+def read_layout_text(path: str) -> str:
+    """Return the text of a layout file that is one, before anything is started for it.
+
+    Raises:
+        ConfigError: It cannot be read, or is no layout file; with file and line.
+    """
+    from alloy_agent.layout import read_layout
+
+    text = read_text(path)
+    read_layout(text, path)
+    return text
+
+
 @contextmanager
 def open_node(
     arguments: Namespace, *, write: bool = False, lenient: bool = False

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from alloy_agent.conformance.evidence.verify import VerifyReport
-from alloy_agent.errors import AlloyError
 from alloy_agent.model import (
     Access,
     ApplyReport,
@@ -293,31 +292,6 @@ def disruptive(steps: Sequence[StepEntry]) -> tuple[StepEntry, ...]:
 
 
 # --- audit, exec, doctor -------------------------------------------------------------------------
-
-
-AUDIT_SCHEMA = "alloy.audit/v1"
-
-
-def audit_bytes(result: AuditResult) -> bytes:
-    """Return an audit as its JSON document."""
-    return msgspec.json.encode({"schema": AUDIT_SCHEMA, **msgspec.to_builtins(result)})
-
-
-def audit_of(body: bytes) -> AuditResult:
-    """Return the audit of a JSON document.
-
-    Raises:
-        AlloyError: It is none of this version.
-    """
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Json])
-        fields.pop("schema", None)
-        return msgspec.convert(fields, AuditResult)
-    except msgspec.MsgspecError as exc:
-        raise AlloyError(
-            f"the daemon's audit is not of this version: {exc}",
-            cure="restart the daemon after an upgrade",
-        ) from exc
 
 
 def verdicts_of(result: AuditResult) -> dict[tuple[str, str], str]:

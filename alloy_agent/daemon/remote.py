@@ -124,9 +124,9 @@ class RemoteNode:
 
     def audit(self) -> AuditResult:
         """Have the daemon run every check now."""
-        from alloy_agent.daemon.documents import audit_of
+        from alloy_agent.conformance.report import from_json
 
-        return audit_of(self._client.audit())
+        return from_json(self._client.audit())
 
     def doctor(self) -> DoctorDocument:
         """Return the daemon's diagnoses."""

@@ -116,9 +116,9 @@ class NodeService:
 
     def audit(self, subjects: tuple[str, ...], checks: tuple[str, ...]) -> bytes:
         """Run the checks once and return the audit document."""
-        from alloy_agent.daemon.documents import audit_bytes
+        from alloy_agent.conformance.report import to_json
 
-        return audit_bytes(_part(self._audit(), subjects, checks))
+        return to_json(_part(self._audit(), subjects, checks)).encode()
 
     def access(self, partition: str, tenant: str, pid: int | None) -> bytes:
         """Bind a tenant to a partition; return the access document."""

@@ -96,7 +96,7 @@ def kill_many(site: Site, moments: int, seed: int) -> None:
 
 
 def test_killed_at_fifteen_moments(site: Site) -> None:
-    """Killed anywhere, the next start reaches the layout, nothing is orphaned, the chain verifies."""
+    """Killed anywhere, the next start reaches the layout, orphans nothing, and the chain holds."""
     kill_many(site, 15, seed=11)
 
 

@@ -31,7 +31,7 @@ def layout(tmp_path: Path) -> Path:
 
 
 def test_it_serves_until_told_to_stop(site: Site, layout: Path) -> None:
-    """Addresses are logged, pages answer, commands go through the socket, SIGTERM ends it cleanly."""
+    """Addresses are logged, pages answer, commands use the socket, SIGTERM ends it cleanly."""
     with daemon(site) as running:
         assert running.get("healthz") == (200, "ok\n")
         assert running.get("readyz") == (200, "ok\n")
@@ -122,7 +122,7 @@ def remove_behind_its_back(site: Site, partition: str) -> None:
 
 
 def test_killed_and_started_again(site: Site, layout: Path) -> None:
-    """kill -9 leaves no worker behind, and the next start finds state, socket and layout."""
+    """A kill -9 leaves no worker behind; the next start finds state, socket and layout."""
     with daemon(site) as running:
         assert site.run("apply", str(layout), "--layout", "halves", "--yes").returncode == 0
         workers = running.workers()

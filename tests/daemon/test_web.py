@@ -94,9 +94,7 @@ def test_a_token_is_asked_for_metrics_alone(site: Site, tmp_path: Path) -> None:
     """With a token file a scrape needs the token; probes do not."""
     token = tmp_path / "token"
     token.write_text("s3cret\n")
-    server = WebServer(
-        MetricsSettings(address="127.0.0.1:0", token_file=str(token)), site.pages()
-    )
+    server = WebServer(MetricsSettings(address="127.0.0.1:0", token_file=str(token)), site.pages())
     server.start()
     try:
         assert get(server, "/metrics")[0] == 401
@@ -142,9 +140,7 @@ def test_an_address_in_use_is_refused_with_the_cure(site: Site, server: WebServe
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_an_unusable_token_file_is_refused(
-    site: Site, tmp_path: Path, content: str | None
-) -> None:
+def test_an_unusable_token_file_is_refused(site: Site, tmp_path: Path, content: str | None) -> None:
     """A token file that is missing or empty never means `no token`."""
     path = tmp_path / "token"
     if content is not None:
