@@ -39,9 +39,7 @@ from alloy_agent.model import Value
 
 DEFAULT_CONFIG: Final = "/etc/alloy/agent.yaml"
 ENVIRONMENT_PREFIX: Final = "ALLOY_"
-LOOPBACK: Final = re.compile(
-    r"(unix:.*|(127(\.[0-9]{1,3}){3}|localhost|\[::1\]):[0-9]+)", re.ASCII
-)
+LOOPBACK: Final = re.compile(r"(unix:.*|(127(\.[0-9]{1,3}){3}|localhost|\[::1\]):[0-9]+)", re.ASCII)
 
 Rate = Annotated[float, Meta(ge=0.1, le=200)]
 Count = Annotated[int, Meta(ge=1, le=1_000_000_000)]
