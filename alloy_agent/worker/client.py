@@ -66,6 +66,7 @@ GRACE_S: Final = 0.05  # for the worker's own answer at the deadline to arrive
 BURY_S: Final = 1.0
 HUNG_S: Final = 1.0  # a worker that died after so long without a sign of life was hanging
 EVENTS_MAX: Final = 65536
+RAISED_NICE: Final = -10
 ROOT: Final = str(Path(__file__).resolve().parents[2])
 TRACE: Final = re.compile(rb"Current thread 0x([0-9a-fA-F]+)")
 
@@ -510,8 +511,11 @@ class Worker:
     # --- supervision, on its own thread ---
 
     def _supervise(self) -> None:
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
         while not self._stopping.is_set():
             process = self._spawn()
+            if self._sample and self.settings.realtime:
+                self._nice(RAISED_NICE)  # only now: a worker inherits what holds when it is made
             if process is None:
                 reason = self._reason
             else:
@@ -533,11 +537,18 @@ class Worker:
             )
             if self._stopping.wait(wait_s):
                 return
+            self._nice(usual)
             with self._change:
                 if self._phase == "stopped":
                     return
                 self._phase = "starting"
                 self._restarts += 1
+
+    @staticmethod
+    def _nice(nice: int) -> None:
+        """Set the calling thread's niceness, if that is permitted; events pass through it."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
     def _spawn(self) -> _Process | None:
         try:
@@ -656,6 +667,8 @@ class Worker:
 
     def _call_back(self) -> None:
         callback = self._on_event
+        if self._sample and self.settings.realtime:
+            self._nice(RAISED_NICE)
         while callback is not None and not self._stopping.is_set():
             self._events_here.wait()
             self._events_here.clear()

@@ -353,6 +353,8 @@ class Server:
     def _wait_events(self) -> None:
         backend = self._backend
         gate = self._gate("*wait_events")
+        if self._sampler is not None:
+            self._sampler.serves_events()
         failures = 0
         while backend is not None:
             began_s = time.monotonic()
@@ -384,6 +386,8 @@ class Server:
             self._respec(event.device)
 
     def _push_events(self) -> None:
+        if self._sampler is not None:
+            self._sampler.serves_events()
         while True:
             self._events_here.wait()
             self._events_here.clear()
@@ -403,15 +407,12 @@ class Server:
             words[Field.BEAT_NS] = time.monotonic_ns()
             if self._sampler is not None:
                 self._sampler.watch()
+                if signal.sigtimedwait((signal.SIGXCPU,), 0) is not None:
+                    self._sampler.demote()
             if time.monotonic() - collected_s > COLLECT_EVERY_S:
                 collected_s = time.monotonic()
                 gc.collect()
             time.sleep(BEAT_S)
-
-    def demote(self) -> None:
-        """Give up real-time scheduling."""
-        if self._sampler is not None:
-            self._sampler.demote()
 
 
 def _open_backend(start: wire.Start) -> Backend:
@@ -451,6 +452,7 @@ def main(argv: list[str]) -> int:
         signal.SIGTERM, signal.SIG_IGN
     )  # the control process ends us; it may need us for its own end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGXCPU,))  # all threads; the beat takes it
     faulthandler.enable(note_fd, all_threads=False)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.stack_size(STACK_BYTES)
@@ -458,6 +460,5 @@ def main(argv: list[str]) -> int:
     board = Board(board_fd)
     board.words[Field.POLICY] = POLICIES.index("not sampling")
     server = Server(wire.Channel(socket.socket(fileno=socket_fd)), board)
-    signal.signal(signal.SIGXCPU, lambda _number, _frame: server.demote())
     code = server.serve()
     os._exit(code)  # threads that are stuck in the vendor's library must not keep us

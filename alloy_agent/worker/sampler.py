@@ -19,6 +19,7 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -129,6 +130,7 @@ class Sampler:
         self._pace = pace.PaceState(rate_hz=pace.checked_rate(start.rate_hz))
         self.period_ns = 0
         self._runners: list[Runner] = []
+        self._carriers: list[int] = []  # threads of the event path
         self._slack: Callable[[], None] = _timer_slack()
         self._cpu_s: dict[int, float] = {}
         self._round_at_s = time.monotonic()
@@ -325,13 +327,19 @@ class Sampler:
     def raise_priority(self) -> None:
         """Give the calling thread the best scheduling that is permitted, and publish it."""
         self._slack()
-        self._words[Field.POLICY] = POLICIES.index(_raise_priority(self._realtime))
+        self._words[Field.POLICY] = POLICIES.index(raise_priority(self._realtime))
+
+    def serves_events(self) -> None:
+        """Let the calling thread, which carries events, go before others as the runners do."""
+        raise_priority(self._realtime)
+        self._carriers.append(threading.get_native_id())
 
     def demote(self) -> None:
         """Take real-time scheduling away from all runners: one of them has kept a core busy."""
-        for runner in tuple(self._runners):
-            if runner.native_id:
-                os.sched_setscheduler(runner.native_id, os.SCHED_OTHER, os.sched_param(0))
+        runners = [runner.native_id for runner in self._runners if runner.thread.is_alive()]
+        for native_id in (*filter(None, runners), *self._carriers):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.sched_setscheduler(native_id, os.SCHED_OTHER, os.sched_param(0))
         self._realtime = False
         self._words[Field.POLICY] = POLICIES.index("normal")
         LOG.warning("realtime_demoted")
@@ -347,7 +355,7 @@ def limit_realtime() -> bool:
     return True
 
 
-def _raise_priority(realtime: bool) -> str:
+def raise_priority(realtime: bool) -> str:
     """Raise the calling thread's priority; returns the policy that holds."""
     if realtime:
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from alloy_agent.errors import BackendError
 from alloy_agent.worker.client import Worker, WorkerSettings
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Lab:
         on_event: Callable[[Any], None] | None = None,
         **options: Any,
     ) -> Worker:
-        """Return a started worker whose library has these faults."""
+        """Return a started worker whose library has these faults; it has answered, if it opens."""
         everything = {"dir": str(self.directory), "faults": faults or {}, **options}
         made = Worker(
             Spec(options=everything),  # type: ignore[arg-type]
@@ -53,6 +54,9 @@ class Lab:
         )
         made.start()
         self.workers.append(made)
+        if not any(call.startswith(".") for call in faults or {}):
+            with contextlib.suppress(BackendError):  # a crash may come before the answer
+                made.discover(PATIENCE_S)
         return made
 
     def free(self, device: str) -> None:

@@ -213,6 +213,14 @@ def test_a_callback_that_fails_does_not_stop_the_events(lab: Lab) -> None:
     wait_for(lambda: len(heard) == 3, "all events")
 
 
+def test_a_sample_that_burns_cpu_loses_its_real_time_priority(lab: Lab) -> None:
+    """A library that spins under real-time scheduling is demoted, not killed, and says so."""
+    worker = lab.worker({"dev0.sample": "burn:2000000"}, devices=2, settings=FAST)
+    wait_for(lambda: worker.sampler().policy == "normal", "ordinary scheduling")
+    wait_for(lambda: head(worker, DEV[1]) > 20, "the sibling is sampled")
+    assert worker.state().restarts == 0
+
+
 def test_without_a_sampler_nothing_is_sampled(lab: Lab) -> None:
     """A worker for one command has no pages and no deadline thread."""
     worker = lab.worker(devices=2, sample=False)

@@ -9,6 +9,7 @@ backend writes marks there for the tests.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import sys
 import time
@@ -104,6 +105,9 @@ class Vendored:
 
     def _slow(self, _device: str, argument: str) -> None:
         time.sleep(float(argument))
+
+    def _burn(self, _device: str, argument: str) -> None:
+        hashlib.pbkdf2_hmac("sha256", b"word", b"salt", int(argument))  # in C, without a pause
 
     def _lost(self, device: str, _argument: str) -> None:
         raise DeviceLostError(f"{device}: off the bus", cure="reset it")
