@@ -192,12 +192,13 @@ def test_a_partition_is_read_back_from_the_kernel(host: FakeHost) -> None:
     assert not list(host.root.rglob("alloy"))
 
 
-def test_the_same_step_twice_is_one_step(host: FakeHost) -> None:
-    """Creating again changes nothing, not even the incarnation; removing again is done."""
+def test_a_whole_piece_is_not_made_twice(host: FakeHost) -> None:
+    """Creating what is there is refused and changes nothing; removing again is done."""
     backend = backend_on(host)
     backend.apply(create(0, 2, 512 * MIB))
     first = only(backend)
-    backend.apply(create(0, 2, 512 * MIB))
+    with pytest.raises(DeviceBusyError, match="cpu-node1/2c@0 is there already"):
+        backend.apply(create(0, 2, 256 * MIB))
     assert only(backend) == first
     for _ in range(2):
         backend.apply(Destroy(device=NODE1, partition=first))
@@ -323,12 +324,17 @@ def test_cpus_changed_by_hand_are_believed_and_reported(host: FakeHost) -> None:
     host.kernel.write(f"{mount}/alloy/cpu-node1/1c@0/cpuset.cpus", "2-3,6-7")
     observation = backend.observe(NODE1)
     (partition,) = observation.partitions
-    assert (partition.placement, partition.units) == (Placement(start=0, size=2), (2, 3))
+    assert (partition.placement, partition.units) == (Placement(start=0, size=1), (2, 3))
     assert [(f.kind, f.reason) for f in observation.faults] == [
         ("altered", "cgroup cpu-node1/1c@0 was granted CPUs 2,6 and holds 2-3,6-7")
     ]
     facts = facts_of(backend, partition.id)
     assert (facts["cpu.granted"], facts["cgroup.cpus_effective"]) == ([2, 6], [2, 3, 6, 7])
+    with pytest.raises(DeviceBusyError, match="needs cores that cpu-node1/1c@0 has"):
+        backend.apply(create(1, 1))
+    backend.apply(create(0, 1))  # the step that made it puts it right, with its tenant inside
+    assert backend.observe(NODE1).faults == ()
+    assert only(backend).incarnation == partition.incarnation
 
 
 def test_half_a_core_is_seen(host: FakeHost) -> None:
@@ -367,7 +373,7 @@ def test_an_empty_directory_is_a_fault_and_no_partition(host: FakeHost) -> None:
     observation = backend.observe(NODE1)
     assert [p.id for p in observation.partitions] == ["cpu-node1/1c@0"]
     assert [f.kind for f in observation.faults] == ["half_made"]
-    backend.apply(create(0, 1))
+    backend.apply(Destroy(device=NODE1, partition=observation.partitions[0]))
     assert backend.observe(NODE1).faults == ()
 
 
@@ -411,11 +417,16 @@ def test_members_are_told_with_what_they_lack(host: FakeHost) -> None:
     backend = backend_on(host)
     backend.apply(create(0, 1))
     partition = only(backend)
-    host.process(321, comm="trainer", cpus="2,6", cgroup="/alloy/cpu-node1/1c@0")
+    host.process(321, comm="trainer", cpus="2,6", cgroup="/")
     host.kernel.write(partition.access.cgroup_procs[-1], "321")
-    (member,) = facts_of(backend, partition.id)["cgroup.members"]
-    assert (member["pid"], member["cpus"], member["threads"]) == (321, [2, 6], [])
-    assert len(member["lacks"]) == len(partition.access.cgroup_procs) - 1
+    for cgroup, lacking in (
+        ("/", len(partition.access.cgroup_procs)),
+        (f"/alloy/{partition.id}", 0),
+    ):
+        host.process(321, comm="trainer", cpus="2,6", cgroup=cgroup)
+        (member,) = facts_of(backend, partition.id)["cgroup.members"]
+        assert (member["pid"], member["cpus"], member["threads"]) == (321, [2, 6], [])
+        assert len(member["lacks"]) == lacking
 
 
 def test_being_placed_on_granted_cpus_is_not_being_allowed_to(host: FakeHost) -> None:
@@ -560,13 +571,13 @@ def test_signals_come_from_the_kernels_counters(host: FakeHost) -> None:
     first = sample(backend, NODE1)
     assert len(first.values) == len(specs)
     shown = {spec.name: first.values[slot] for slot, spec in enumerate(specs)}
-    assert shown["alloy_device_memory_used_bytes"] == (4 * GIB, "value")
-    assert shown["alloy_partition_memory_limit_bytes"] == (64 * MIB, "value")
-    assert shown["alloy_device_temperature_celsius"][1] == "not_supported"
-    assert shown["alloy_partition_compute_active_ratio"][1] == "stale"
+    assert shown["alloy_device_memory_used_bytes"] == (float(4 * GIB), Quality.VALUE)
+    assert shown["alloy_partition_memory_limit_bytes"] == (float(64 * MIB), Quality.VALUE)
+    assert shown["alloy_device_temperature_celsius"][1] == Quality.NOT_SUPPORTED
+    assert shown["alloy_partition_compute_active_ratio"][1] == Quality.STALE
     slot = [spec.name for spec in specs].index("alloy_partition_compute_active_ratio")
     time.sleep(0.01)
-    assert sample(backend, NODE1).values[slot] == (0.0, "value")
+    assert sample(backend, NODE1).values[slot] == (0.0, Quality.VALUE)
     backend.close()
 
 

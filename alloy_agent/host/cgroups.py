@@ -94,7 +94,7 @@ class Cgroup:
             self._need("memory")
         for hierarchy in self.hierarchies:
             self._make_path(hierarchy)
-        if memory_bytes is not None:
+        if self.memory is not None:
             self.set_memory(memory_bytes)
         folder = cpuset.folder(self.path)
         self._fs.write(f"{folder}/cpuset.mems", format_cpu_list(nodes))

@@ -7,16 +7,21 @@ stays None in its `Subject`; the tests that need it skip and say so.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from alloy_agent.backends.base import Backend
+from alloy_agent.backends.cpu import CpuBackend
 from alloy_agent.backends.fake import FakeBackend
-from alloy_agent.model import DeviceId, Partition
+from alloy_agent.model import Destroy, DeviceId, Partition
 from alloy_agent.silicon.state import Client
+from tests.host.fake_kernel import FakeHost
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,80 @@ def _fake(spec: str) -> Callable[[Path], Subject]:
     return factory
 
 
+def _cpu(kind: str) -> Callable[[Path], Subject]:
+    """Return a factory of the CPU backend on a generated host with one kind of cgroup trees."""
+
+    def factory(directory: Path) -> Subject:
+        host = FakeHost(directory, kind)
+        lent: dict[str, Any] = {"reserved_cores": (), **host.options()}
+        backend = CpuBackend(**lent)
+
+        def occupy(partition: Partition) -> Callable[[], None]:
+            pid = 4242
+            host.process(pid, cgroup=f"/{partition.locator['cgroup']}")
+            for file in partition.access.cgroup_procs:
+                host.kernel.write(file, str(pid))
+            return lambda: host.kernel.end(pid)
+
+        def lose(device: DeviceId) -> None:
+            cpus = host.sys / f"devices/system/node/{device.removeprefix('cpu-')}/cpulist"
+            cpus.write_text("\n")
+
+        return Subject(
+            backend=backend,
+            reopen=lambda: CpuBackend(**lent),
+            lose=lose,
+            occupy=occupy,
+            handles=backend.open_count,
+        )
+
+    return factory
+
+
+class _TidyCpu(CpuBackend):
+    """The CPU backend on this very host; removes all that the test made when it is closed."""
+
+    def close(self) -> None:
+        for device in self.discover():
+            for partition in self.observe(device).partitions:
+                self.apply(Destroy(device=device, partition=partition))
+        super().close()
+
+
+def _this_host(_directory: Path) -> Subject:
+    root = f"alloytest-{os.getpid()}-{time.monotonic_ns()}"
+    backend = _TidyCpu(reserved_cores=(), cgroup_root=root)
+    return Subject(
+        backend=backend,
+        reopen=lambda: CpuBackend(reserved_cores=(), cgroup_root=root),
+        handles=backend.open_count,
+    )
+
+
+THIS_HOST = "cpu-this-host"
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
-    f"fake-{spec}": _fake(spec)
-    for spec in ("2xA100-SXM4-40GB", "2xH100", "1xA30", "2xMI300X", "inf2.24xlarge", "trn2.3xlarge")
+    **{
+        f"fake-{spec}": _fake(spec)
+        for spec in (
+            "2xA100-SXM4-40GB",
+            "2xH100",
+            "1xA30",
+            "2xMI300X",
+            "inf2.24xlarge",
+            "trn2.3xlarge",
+        )
+    },
+    **{f"cpu-{kind}": _cpu(kind) for kind in ("v1", "v2", "hybrid")},
+    THIS_HOST: _this_host,
 }
 
 
-@pytest.fixture(params=sorted(SUBJECTS))
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.host) if name == THIS_HOST else name
+        for name in sorted(SUBJECTS)
+    ]
+)
 def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
     """Each backend in turn, closed after the test."""
     found = SUBJECTS[request.param](tmp_path)

@@ -121,6 +121,14 @@ class FakeKernel(CgroupFs):
         if tasks.exists():
             tasks.write_text(tasks.read_text() + f"{pid}\n")
 
+    def end(self, pid: int) -> None:
+        """Let a process end: it is in no cgroup any more."""
+        for mount in self.mounts:
+            for name in ("cgroup.procs", "tasks"):
+                for file in Path(mount).rglob(name):
+                    left = [number for number in file.read_text().split() if number != str(pid)]
+                    file.write_text("".join(f"{number}\n" for number in left))
+
     def _populate_v1(self, folder: str, controllers: tuple[str, ...], root: bool) -> None:
         files = {"cgroup.procs": "", "tasks": ""}
         if "cpuset" in controllers:
@@ -327,7 +335,11 @@ class FakeHost:
             f"Name:\t{comm}\nUid:\t1000\t1000\t1000\t1000\nCpus_allowed_list:\t{cpus}\n"
         )
         (folder / "comm").write_text(f"{comm}\n")
-        (folder / "cgroup").write_text(f"3:cpuset:{cgroup}\n4:memory:{cgroup}\n0::{cgroup}\n")
+        lines = []
+        for number, (mount, version) in enumerate(self.kernel.mounts.items()):
+            name = "" if version == 2 else ",".join(self.kernel.controllers[mount])
+            lines.append(f"{0 if version == 2 else number + 1}:{name}:{cgroup}")
+        (folder / "cgroup").write_text("\n".join(lines) + "\n")
 
     def _cgroups(self, kind: str) -> FakeKernel:
         base = f"{self.root}/sys/fs/cgroup"

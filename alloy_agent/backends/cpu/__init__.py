@@ -23,7 +23,9 @@ Facts, each with its method (subject: the partition, or the device where it says
 | `cgroup.memory_used_bytes` | bytes charged now |
 | `cgroup.swap_limit_bytes` | cap of memory and swap (v1) or of swap (v2); null: none |
 | `cgroup.exclusive` | "member", "root", "isolated" (v2), "shared", "exclusive" (v1) |
-| `cgroup.members` | list of `pid, start_ticks, comm, uid, cpus, lacks, threads, threads_outside` |
+| `cgroup.members` | list of `pid, comm, uid, cpus, lacks, threads, threads_outside` |
+| `partition.processes` | list of `pid, start_ticks, comm, uid` |
+| `device.parent_processes` | device: `pid` of those in the device's own cgroup, beside partitions |
 | `cpu.outsiders_pinned` | processes elsewhere with an affinity narrower than the host's that
 reaches | | | these CPUs: someone placed them here | | `cpu.outsiders_ran` | processes elsewhere
 that ran last on these CPUs, `active` since the last look | | `cpu.outsiders_allowed` | how many

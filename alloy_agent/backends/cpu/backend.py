@@ -109,6 +109,7 @@ class CpuBackend:
         self._signals = SignalReader(proc_root, sys_root)
         self._facts = FactReader(proc_root, self._fs)
         self._held: set[DeviceId] = set()
+        self._seen: dict[DeviceId, int] = {}
         self._watch: CgroupWatch | None = None
         self._watch_until_s = 0.0
         self._lock = threading.Lock()
@@ -131,7 +132,7 @@ class CpuBackend:
         )
 
     def discover(self) -> tuple[DeviceId, ...]:
-        """Return one id for each NUMA node with CPUs.
+        """Return one id for each NUMA node with CPUs; one that lost its last CPU stays listed.
 
         Raises:
             BackendError: sysfs shows no CPU at all.
@@ -139,7 +140,8 @@ class CpuBackend:
         nodes = self._nodes()
         if not nodes:
             raise BackendError(f"no CPUs in {self._sys}/devices/system/cpu", cure="mount sysfs")
-        return tuple(device_id(node) for node in nodes)
+        self._seen |= {device_id(node): node.number for node in nodes}
+        return tuple(sorted(self._seen, key=self._seen.__getitem__))
 
     def observe(self, device: DeviceId) -> Observation:
         """Return the node, the partitions that the kernel has in force, and what is amiss."""
@@ -219,7 +221,7 @@ class CpuBackend:
         piece = parse_name(name)
         granted = granted_placement(piece, node) if piece is not None else None
         real = run_of(state.cpus_effective, node)
-        placement = real or granted
+        placement = granted or real
         cpus = format_cpu_list(state.cpus_effective) or "none"
         if placement is None:
             return None, [("foreign_cgroup", f"cgroup {shown} holds CPUs {cpus}, no run of cores")]
@@ -300,17 +302,20 @@ class CpuBackend:
                 cure="choose a profile and a start that the device lists",
             )
         others = [p for p in self.observe(spec.device).partitions if p.id != shown]
+        cores = cores_of(place, node)
+        firsts = {core.first for core in cores}
         for other in others:
             alone = Share.EXCLUSIVE in (other.share, spec.share)
-            if alone and other.placement.overlaps(place):
+            if alone and (other.placement.overlaps(place) or firsts & set(other.units)):
                 raise DeviceBusyError(
                     f"{shown} needs cores that {other.id} has", cure=f"destroy {other.id} first"
                 )
         self._refuse_overcommit(node, others, shown, spec.memory_bytes)
         handle = self._cgroup(topology, spec.device, name)
-        handle.create(cpus_of(cores_of(place, node)), (node.number,), spec.memory_bytes)
-        if spec.memory_bytes is None:
-            handle.set_memory(None)
+        state = handle.state()
+        if not state.lacks and state.cpus_effective == cpus_of(cores):
+            raise DeviceBusyError(f"{shown} is there already", cure=f"destroy {shown} first")
+        handle.create(cpus_of(cores), (node.number,), spec.memory_bytes)
 
     def _destroy(self, topology: CgroupTopology, partition: Partition) -> None:
         handle = self._handle_of(topology, partition)
@@ -380,9 +385,19 @@ class CpuBackend:
         return self._signals.specs(device, node, self._topology(), partitions)
 
     def sample(self, device: DeviceId, sink: SignalSink) -> None:
-        """Read the node's signals once, through descriptors that stay open."""
-        if device not in self._held:
-            self._signals.sample(device, sink)
+        """Read the node's signals once, through descriptors that stay open.
+
+        Raises:
+            DeviceLostError: It has no columns, since it is not there.
+        """
+        if device in self._held:
+            return
+        if not self._signals.sample(device, sink):
+            self._node(device)
+
+    def open_count(self, device: DeviceId) -> int:
+        """Return how many descriptors are open on a node's signals."""
+        return self._signals.open_count(device)
 
     def wait_events(self, timeout_s: float) -> Sequence[DeviceEvent]:
         """Return changes of the cgroup trees: made, removed, CPUs or caps or members written."""

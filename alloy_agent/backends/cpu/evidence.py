@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from alloy_agent.errors import BackendError
-from alloy_agent.host.cgroups import Cgroup, CgroupFs, CgroupState, CgroupTopology
+from alloy_agent.host.cgroups import Cgroup, CgroupFs, CgroupTopology
 from alloy_agent.host.clock import boottime_s
 from alloy_agent.host.processes import ProcessInfo, iter_processes, read_process
 from alloy_agent.model import DeviceId, Fact, Json, Partition, Quality
@@ -45,6 +45,7 @@ class FactReader:
         now_s = boottime_s()
         facts: list[Fact] = [_hierarchies(device, topology, now_s)]
         everyone = list(iter_processes(self._proc, threads=True)) if partitions else []
+        facts += [self._parents(device, topology, p) for p in partitions[:1]]
         for partition in partitions:
             handle = Cgroup(topology, partition.locator["cgroup"], self._fs)
             try:
@@ -73,7 +74,8 @@ class FactReader:
     ) -> tuple[Fact, ...]:
         state = handle.state()
         make = _Maker(partition.id, boottime_s())
-        members = self._members(handle, state)
+        processes = self._processes(handle)
+        members = [_member(p, handle) for p in processes]
         inside = {pid for held in handle.pids_by_hierarchy().values() for pid in held}
         outside = self._outsiders(partition.device, granted, inside, everyone)
         cpuset, memory = handle.cpuset, handle.memory
@@ -106,6 +108,19 @@ class FactReader:
             make("cgroup.memory_used_bytes", state.memory_used_bytes, caps),
             make("cgroup.memory_leaves", self._leaves(handle), caps),
             make("cgroup.members", members, "cgroup.procs of each hierarchy and /proc/PID"),
+            make(
+                "partition.processes",
+                [
+                    {
+                        "pid": process.pid,
+                        "start_ticks": process.start_ticks,
+                        "comm": process.comm,
+                        "uid": process.uid,
+                    }
+                    for process in processes
+                ],
+                "cgroup.procs of each hierarchy and /proc/PID/stat",
+            ),
             make("cpu.outsiders_pinned", outside.pinned, "/proc/PID[/task/TID]/status"),
             make("cpu.outsiders_ran", outside.ran, "/proc/PID/stat field 39, at sampling moments"),
             make(
@@ -140,39 +155,23 @@ class FactReader:
             )
         return leaves
 
-    def _members(self, handle: Cgroup, state: CgroupState) -> list[Json]:
-        by_hierarchy = handle.pids_by_hierarchy()
-        pids = sorted({pid for held in by_hierarchy.values() for pid in held if pid})
-        members: list[Json] = []
-        for pid in pids:
-            process = read_process(pid, self._proc, threads=True)
-            if process is None or process.state in {"Z", "X"}:
-                continue
-            lacks: list[Json] = [label for label, held in by_hierarchy.items() if pid not in held]
-            leader = process.cgroups.get("cpuset", process.cgroups.get(""))
-            strays: list[Json] = [
-                {"tid": t.tid, "cpus": list(t.cpus_allowed)}
-                for t in process.threads
-                if t.cpus_allowed != process.cpus_allowed
-            ]
-            elsewhere: list[Json] = [
-                t.tid
-                for t in process.threads
-                if t.cgroups.get("cpuset", t.cgroups.get("")) != leader
-            ]
-            members.append(
-                {
-                    "pid": pid,
-                    "start_ticks": process.start_ticks,
-                    "comm": process.comm,
-                    "uid": process.uid,
-                    "cpus": list(process.cpus_allowed),
-                    "lacks": lacks,
-                    "threads": strays,
-                    "threads_outside": elsewhere,
-                }
-            )
-        return members
+    def _processes(self, handle: Cgroup) -> list[ProcessInfo]:
+        """Return the processes that are in any hierarchy of a partition and still live."""
+        found = (read_process(pid, self._proc, threads=True) for pid in handle.pids() if pid)
+        return [p for p in found if p is not None and p.state not in {"Z", "X"}]
+
+    def _parents(self, device: DeviceId, topology: CgroupTopology, partition: Partition) -> Fact:
+        """Return who sits in the device's own cgroup: beside all partitions, with all its cores."""
+        path = partition.locator["cgroup"].rpartition("/")[0]
+        pids: set[int] = set()
+        handle = Cgroup(topology, path, self._fs)
+        for hierarchy in handle.hierarchies:
+            text = self._fs.read(f"{hierarchy.folder(path)}/cgroup.procs") or ""
+            pids.update(int(pid) for pid in text.split() if pid.isdigit())
+        value: list[Json] = [{"pid": pid} for pid in sorted(pids)]
+        return _Maker(device, boottime_s())(
+            "device.parent_processes", value, f"cgroup.procs of {path}"
+        )
 
     def _outsiders(
         self,
@@ -233,6 +232,34 @@ def _threads_of(process: ProcessInfo) -> list[tuple[int, tuple[int, ...], int]]:
     """Return each thread of a process as tid, allowed CPUs and last CPU."""
     leader = (process.pid, process.cpus_allowed, process.last_cpu)
     return [leader, *((t.tid, t.cpus_allowed, t.last_cpu) for t in process.threads)]
+
+
+def _member(process: ProcessInfo, handle: Cgroup) -> Json:
+    """Return a process of a partition with the hierarchies and threads that are not with it."""
+    lacks: list[Json] = []
+    for hierarchy in handle.hierarchies:
+        key = "" if hierarchy.version == 2 else hierarchy.controllers[0]
+        top, path = hierarchy.visible(handle.path), process.cgroups.get(key, "")
+        if path != top and not path.startswith(f"{top}/"):
+            lacks.append(hierarchy.label or "unified")
+    leader = process.cgroups.get("cpuset", process.cgroups.get(""))
+    strays: list[Json] = [
+        {"tid": t.tid, "cpus": list(t.cpus_allowed)}
+        for t in process.threads
+        if t.cpus_allowed != process.cpus_allowed
+    ]
+    elsewhere: list[Json] = [
+        t.tid for t in process.threads if t.cgroups.get("cpuset", t.cgroups.get("")) != leader
+    ]
+    return {
+        "pid": process.pid,
+        "comm": process.comm,
+        "uid": process.uid,
+        "cpus": list(process.cpus_allowed),
+        "lacks": lacks,
+        "threads": strays,
+        "threads_outside": elsewhere,
+    }
 
 
 def _default_affinity(everyone: Sequence[ProcessInfo]) -> set[int]:

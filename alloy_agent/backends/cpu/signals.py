@@ -1,8 +1,8 @@
 """Fast signals of NUMA nodes and partitions: descriptors stay open, a sample is one `pread` each.
 
 Ratios are differences of the kernel's counters between two samples; the first sample after a change
-of columns, which has nothing to compare with, is absent (`STALE`). A file that the host does not
-have is `NOT_SUPPORTED` for good, one of a cgroup that has gone `STALE`.
+of columns, which has nothing to compare with, is absent (`STALE`). A sensor that the host does
+not have is `NOT_SUPPORTED` for good, as is a cap that is not set; a cgroup that has gone `STALE`.
 
 Source: proc_stat(5); cgroup-v2.rst (`cpu.stat`, PSI files); v1 `cpuacct.usage` (ns); powercap and
 hwmon ABI documents of Linux 6.18.
@@ -79,15 +79,17 @@ class SignalReader:
         self.release(device)
         columns = self._device_columns(device, node)
         for partition in partitions:
-            columns += _partition_columns(partition, topology)
+            columns += [c for c in _partition_columns(partition, topology) if c.path is not None]
         self._cells[device] = tuple(_Cell(column) for column in columns)
         return tuple(column.spec for column in columns)
 
-    def sample(self, device: DeviceId, sink: SignalSink) -> None:
-        """Read every column of a device once."""
-        for slot, cell in enumerate(self._cells.get(device, ())):
+    def sample(self, device: DeviceId, sink: SignalSink) -> bool:
+        """Read every column of a device once; return whether it has any."""
+        cells = self._cells.get(device, ())
+        for slot, cell in enumerate(cells):
             value, quality = _read(cell)
             sink.put(slot, value, quality)
+        return bool(cells)
 
     def release(self, device: DeviceId) -> None:
         """Close a device's descriptors; its columns stay and open again when sampled."""
