@@ -199,8 +199,6 @@ class Uplink:
 
     def offer(self, message: pb.AgentMessage, *, urgent: bool = False) -> None:
         """Say something of which only the newest counts: Fast, Slow, Inventory, PartitionState."""
-        if message.HasField("fast"):
-            message.fast.dropped = self._mailbox.telemetry_dropped
         self._mailbox.offer(message, urgent=urgent)
 
     def state(self) -> UplinkState:
@@ -377,6 +375,8 @@ class Uplink:
         message.sent_boottime_ms = round(boottime_s() * 1e3)
         if not message.sequence:
             message.epoch = self._outbox.epoch
+        if message.HasField("fast"):
+            message.fast.dropped = self._mailbox.telemetry_dropped
         return message
 
     def _events(self, session: _Session) -> Iterator[pb.AgentMessage | None]:
