@@ -761,6 +761,24 @@ def test_a_real_move_becomes_an_event(real: CpuBackend) -> None:
 
 
 @pytest.mark.host
+def test_what_others_do_in_their_cgroups_is_no_event(real: CpuBackend) -> None:
+    """Somebody else's cgroup that comes and goes wakes nobody."""
+    device, index = first_core(real)
+    real.apply(create(index, 1, device=device))
+    while real.wait_events(0.1):
+        pass
+    mount = Path(only(real, device).access.cgroup_procs[-1]).parents[3]
+    other = mount / f"alloytest-other-{os.getpid()}-{time.monotonic_ns()}"
+    other.mkdir()
+    try:
+        events = real.wait_events(0.2)
+        assert not [e for e in events if str(other) in e.detail]
+    finally:
+        other.rmdir()
+    assert not [e for e in real.wait_events(0.2) if str(other) in e.detail]
+
+
+@pytest.mark.host
 def test_real_confinement_moves_only_what_it_is_shown(real: CpuBackend, tmp_path: Path) -> None:
     """On this host's v1 cpuset a process leaves granted cores and comes back afterwards.
 

@@ -69,6 +69,7 @@ SHARED_REASON = (
 )
 UNSET = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # would name CPUs of outside
 WATCH_RENEW_S = 30.0  # made and removed cgroups renew it at once; this is for what was lost
+MEMBERS = frozenset({"cgroup.procs", "cgroup.threads", "tasks", "cgroup.events"})
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -513,35 +514,45 @@ class CpuBackend:
     def _events(
         self, topology: CgroupTopology, kind: ChangeKind, folder: str, name: str
     ) -> list[DeviceEvent]:
-        devices = tuple(device_id(node) for node in self._nodes())
-        for device in devices:
-            for hierarchy in topology.hierarchies:
-                base = hierarchy.folder(f"{self._root}/{device}")
-                if folder != base and not folder.startswith(f"{base}/"):
-                    continue
-                piece = folder[len(base) + 1 :].split("/", maxsplit=1)[0] or name
-                members = name in {"cgroup.procs", "tasks", "cgroup.threads", "cgroup.events"}
-                return [
-                    DeviceEvent(
-                        device=device,
-                        kind="process" if kind is ChangeKind.WRITTEN and members else "geometry",
-                        code=f"cgroup:{kind}",
-                        partition=PartitionId(f"{device}/{piece}") if piece else None,
-                        time_s=boottime_s(),
-                        detail=f"{folder}/{name}",
-                    )
-                ]
-        what = "process" if kind is ChangeKind.WRITTEN else "geometry"
-        return [
-            DeviceEvent(
-                device=device,
-                kind=what,
-                code=f"cgroup:{kind}",
-                time_s=boottime_s(),
-                detail=f"{folder}/{name}",
-            )
-            for device in devices
-        ]
+        """Return what a change means: to one partition, to all devices, or nothing."""
+        if kind is ChangeKind.LOST:
+            return [_event(device, "geometry", kind, "", "") for device in self._ids()]
+        file = f"{folder}/{name}" if name else folder
+        what = _meaning(kind, file.rpartition("/")[2])
+        for hierarchy in topology.hierarchies:
+            root = hierarchy.folder(self._root)
+            if file != root and not file.startswith(f"{root}/"):
+                continue
+            device, _, rest = file[len(root) + 1 :].partition("/")
+            piece = rest.partition("/")[0]
+            devices = [d for d in self._ids() if d == device] or self._ids()
+            return [_event(d, what or "geometry", kind, piece, file) for d in devices]
+        if not what:  # somebody else's cgroup was made, removed or tuned
+            return []
+        return [_event(device, what, kind, "", file) for device in self._ids()]
+
+    def _ids(self) -> list[DeviceId]:
+        return [device_id(node) for node in self._nodes()]
+
+
+def _meaning(kind: ChangeKind, name: str) -> str:
+    """Return the kind of event that a write to a control file is, "" for one of no concern."""
+    if kind is not ChangeKind.WRITTEN:
+        return ""
+    if name in MEMBERS:
+        return "process"
+    return "geometry" if name.startswith("cpuset.") else ""
+
+
+def _event(device: DeviceId, what: str, kind: ChangeKind, piece: str, file: str) -> DeviceEvent:
+    return DeviceEvent(
+        device=device,
+        kind=what,
+        code=f"cgroup:{kind}",
+        partition=PartitionId(f"{device}/{piece}") if piece else None,
+        time_s=boottime_s(),
+        detail=file,
+    )
 
 
 def device_id(node: Node) -> DeviceId:
