@@ -233,6 +233,11 @@ def named(items: Iterable[str], none: str = "none") -> str:
     return ", ".join(listed[:SHOWN]) + more
 
 
+def counted(number: int, one: str, many: str) -> str:
+    """Return a number with its word: "1 leaf", "no process", "3 processes"."""
+    return f"{number or 'no'} {one if number in {0, 1} else many}"
+
+
 def cpu_list(cpus: Iterable[int]) -> str:
     """Return CPUs as ranges, "0-3,8", or "none"."""
     runs: list[list[int]] = []

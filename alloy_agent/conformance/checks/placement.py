@@ -9,6 +9,7 @@ from alloy_agent.conformance.checks.base import (
     Need,
     Outcome,
     compare,
+    counted,
     cpu_list,
     failed,
     named,
@@ -40,6 +41,10 @@ def _own_cores(partition: Partition, device: Device) -> bool:
 
 def _has_cgroup(partition: Partition, _device: Device) -> bool:
     return bool(partition.access.cgroup_procs)
+
+
+def _people(number: int) -> str:
+    return counted(number, "process", "processes")
 
 
 def _allowed(case: Case) -> Outcome:
@@ -83,7 +88,7 @@ def _inside(case: Case) -> Outcome:
     expected = f"every thread within {cpu_list(granted)}"
     if offenders:
         return failed(expected, named(offenders))
-    return passed(expected, f"{len(members)} processes, all within")
+    return passed(expected, f"{_people(len(members))} inside, all within")
 
 
 def _nobody_else(case: Case) -> Outcome:
@@ -120,7 +125,7 @@ def _whole_members(case: Case) -> Outcome:
     ]
     if halves:
         return failed(expected, named(halves))
-    return passed(expected, f"{len(members)} processes, all whole")
+    return passed(expected, f"{_people(len(members))}, all whole")
 
 
 def _bound(case: Case) -> list[int]:
@@ -166,7 +171,7 @@ def _memory_cap(case: Case) -> Outcome:
     lowest = min(leaf.ceiling_bytes for leaf in leaves if leaf.ceiling_bytes is not None)
     if lowest < granted - PAGE_BYTES:
         return passed(expected, f"bound by {size(lowest)}, less than granted")
-    return passed(expected, f"{size(lowest)} in force on {len(leaves)} leaves")
+    return passed(expected, f"{size(lowest)} in force on {counted(len(leaves), 'leaf', 'leaves')}")
 
 
 def _memory_used(case: Case) -> Outcome:

@@ -15,6 +15,7 @@ from alloy_agent.conformance.checks.base import (
     Need,
     Outcome,
     compare,
+    counted,
     cpu_list,
     failed,
     named,
@@ -119,7 +120,7 @@ def _no_strangers(case: Case) -> Outcome:
     expected = "every process on the device is in a partition that it was granted"
     if strangers:
         return failed(expected, named(strangers))
-    return passed(expected, f"{len(clients)} processes" if clients else "no process")
+    return passed(expected, counted(len(clients), "process", "processes"))
 
 
 def _alone(case: Case) -> Outcome:
@@ -183,6 +184,10 @@ def _full_compute(case: Case) -> Outcome:
 # --- AMD ---------------------------------------------------------------------------------------
 
 
+def _pieces(number: int) -> str:
+    return counted(number, "piece", "pieces")
+
+
 def _modes(case: Case) -> Outcome:
     shown = case.get("amd.partition", AmdFact)
     wanted = {mode.kind: mode.current for mode in case.device.modes}
@@ -191,8 +196,8 @@ def _modes(case: Case) -> Outcome:
         wanted |= layout.modes
     compute = wanted.get(ModeKind.COMPUTE, shown.compute_mode)
     memory = wanted.get(ModeKind.MEMORY, shown.memory_mode)
-    expected = f"{compute}/{memory}, {shown.expected_partitions} pieces"
-    observed = f"{shown.compute_mode}/{shown.memory_mode}, {shown.partitions} pieces"
+    expected = f"{compute}/{memory}, {_pieces(shown.expected_partitions)}"
+    observed = f"{shown.compute_mode}/{shown.memory_mode}, {_pieces(shown.partitions)}"
     return compare(expected, observed, "modes or count differ from what was meant")
 
 

@@ -19,6 +19,8 @@ from alloy_agent.model import (
     Verdict,
 )
 
+BEST = "the best that this kind of piece can be: "
+
 
 def ways(partition: Partition, device: Device) -> tuple[str, ...]:
     """Return the names under which a device states its limit for such a piece, best first."""
@@ -93,7 +95,7 @@ def tier_of(
         broken = [j for j in held if j.verdict in {Verdict.FAIL, Verdict.UNKNOWN}]
         proofs = [j for j in held if j.verdict is Verdict.PASS and j.check in proving]
         if not broken and proofs:
-            return tier, obstacle or f"limit of this kind of piece: {limit.reason}"
+            return tier, obstacle or f"{BEST}{limit.reason}"
         if not obstacle:
             obstacle = f"not {tier.value}: {_why(broken)}"
     return Tier.ADVISORY, obstacle or f"nothing is in force: {limit.reason}"

@@ -17,6 +17,7 @@ from alloy_agent.model import (
     AuditResult,
     Device,
     Judgement,
+    Partition,
     PartitionReport,
     ResidualClass,
     Tier,
@@ -125,8 +126,8 @@ def _summary(result: AuditResult) -> str:
     )
     rows = "".join(_summary_row(report) for report in result.partitions)
     table = (
-        '<div class="wide"><table><thead><tr><th>Partition</th><th>Tenant</th><th>Tier</th>'
-        f"<th>Why not better</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        '<div class="wide"><table class="summary"><thead><tr><th>Partition</th><th>Tenant</th>'
+        f"<th>Tier</th><th>Why not better</th></tr></thead><tbody>{rows}</tbody></table></div>"
         if rows
         else "<p>There are no partitions on this node.</p>"
     )
@@ -169,12 +170,17 @@ def _partition(report: PartitionReport, device: Device | None) -> str:
         f"{_badge(report.tier.value)} {marks}</h2>"
         f"<p><strong>{_e(report.tier.value)}</strong>: {_e(report.reason)}.</p>"
         f'<p class="meta">{_e(model)} · {_e(partition.profile)} · '
-        f"slices {partition.placement.start} to {partition.placement.stop - 1} · "
+        f"{_place(partition)} · "
         f"generation {partition.generation} · "
         f"tenant {_e(partition.tenant or 'none')} · {origin}</p>"
         f"{_judgements(report.judgements)}"
         f"<p>Still open at this tier: {residual or 'none listed'}.</p></section>"
     )
+
+
+def _place(partition: Partition) -> str:
+    first, last = partition.placement.start, partition.placement.stop - 1
+    return f"slice {first}" if first == last else f"slices {first} to {last}"
 
 
 def _judgements(judgements: Iterable[Judgement]) -> str:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from alloy_agent.conformance.checks.tiers import BEST
 from alloy_agent.conformance.report.documents import all_judgements, time_of
-from alloy_agent.model import AuditResult, Judgement, PartitionReport, Tier, Verdict
+from alloy_agent.model import AuditResult, Judgement, PartitionReport, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,13 +100,9 @@ def _partitions(console: Console, reports: Iterable[PartitionReport]) -> None:
             _plain(name),
             _plain(report.partition.tenant or "-"),
             _styled(report.tier.value),
-            _plain(report.reason if report.tier is not Tier.HARD else _hard(report)),
+            _plain(report.reason.removeprefix(BEST)),
         )
     console.print(table)
-
-
-def _hard(report: PartitionReport) -> str:
-    return report.reason.removeprefix("limit of this kind of piece: ")
 
 
 def _problems(console: Console, result: AuditResult) -> None:
