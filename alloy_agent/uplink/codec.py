@@ -365,11 +365,10 @@ def _reading(signal: Signal | None, column: Column) -> tuple[int, int]:
     if signal.value is None or not math.isfinite(signal.value):
         state = Quality.NOT_SUPPORTED if signal.quality is Quality.VALUE else signal.quality
         return 0, _QUALITY[Quality.NOT_SUPPORTED if state is Quality.STALE else state]
-    scaled = signal.value * column.factor
-    number = math.ceil(scaled) if column.up else round(scaled)
     low = -(2**31) if column.field == "temperature_headroom_dk" else 0
     high = 2**31 - 1 if low else UINT32_MAX
-    return min(high, max(low, number)), _QUALITY[signal.quality]
+    scaled = min(float(high), max(float(low), signal.value * column.factor))
+    return math.ceil(scaled) if column.up else round(scaled), _QUALITY[signal.quality]
 
 
 def _time_of(signal: Signal) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alloy_agent import errors, leases
@@ -211,6 +211,7 @@ def test_columns_carry_values_ages_and_reasons() -> None:
     assert not block.headroom_p95_e4
 
 
+@example(value=1e308, quality=Quality.VALUE, name="alloy_partition_rate_ratio", read_s=0.0)
 @given(
     value=st.none() | st.floats(),
     quality=st.sampled_from(Quality),
