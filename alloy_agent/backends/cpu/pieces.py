@@ -1,8 +1,8 @@
 """Names of partitions and what the kernel's CPU sets mean in cores.
 
 A partition's cgroup is called `<profile>@<start>` (`4c@2`, or `production-0@0` for a share of a
-whole device), which is the last part of its id. The name says what was granted; what holds is read
-from the kernel, and where the two differ the kernel is believed and the difference reported.
+whole device), which is the last part of its id. The name says what was granted, and is the
+placement; what holds is read from the kernel (`units`, cap, facts). A difference is a fault.
 """
 
 from __future__ import annotations
