@@ -29,7 +29,6 @@ def add(commands: Any) -> None:
 def run(arguments: Namespace) -> int:
     """Audit, write the reports asked for, print the result."""
     from alloy_agent.cli.sources import open_node
-    from alloy_agent.daemon.documents import AUDIT_EXIT
 
     with open_node(arguments, write=True, lenient=True) as node:
         result = node.audit()
@@ -37,7 +36,9 @@ def run(arguments: Namespace) -> int:
         show(result, arguments)
         if arguments.watch:
             return watch(node, result, arguments)
-    return AUDIT_EXIT[result.verdict]
+    from alloy_agent.conformance.auditor import exit_code
+
+    return exit_code(result.verdict)
 
 
 def write_reports(result: AuditResult, arguments: Namespace) -> None:

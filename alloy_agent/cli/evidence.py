@@ -40,9 +40,7 @@ def run_verify(arguments: Namespace) -> int:
     head = parse_head(arguments.head) if arguments.head else None
     report = verify(Path(arguments.path), public_key=pem, expected_head=head)
     if arguments.json:
-        from alloy_agent.daemon.documents import verify_document
-
-        output.write_json(verify_document(report))
+        output.write_json({"schema": "alloy.verify/v1", "report": report})
     else:
         show(report)
     return 0 if report.ok else 1

@@ -118,15 +118,18 @@ def open_node(
     `write` opens the state for writing, which one process at a time can; `lenient` goes on without
     recording where it cannot be written.
     """
-    from alloy_agent.daemon.remote import find_daemon
+    from alloy_agent.daemon.addresses import may_answer
 
     settings = settings_of(arguments)
     quiet_logs(arguments)
-    daemon = find_daemon(settings, write=write and not lenient)
-    if daemon is not None:
-        with daemon:
-            yield daemon
-        return
+    if may_answer(settings):
+        from alloy_agent.daemon.remote import find_daemon
+
+        daemon = find_daemon(settings, write=write and not lenient)
+        if daemon is not None:
+            with daemon:
+                yield daemon
+            return
     from alloy_agent.daemon.node import Node
 
     with Node(settings, write=write, lenient=lenient) as node:

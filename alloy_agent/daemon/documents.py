@@ -12,11 +12,10 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from alloy_agent.conformance.evidence.verify import VerifyReport
 from alloy_agent.model import (
     Access,
     ApplyReport,
@@ -331,14 +330,6 @@ def doctor_document(node: str, diagnoses: Sequence[Diagnosis]) -> DoctorDocument
     return DoctorDocument(node=node, ok=ok, diagnoses=tuple(diagnoses))
 
 
-AUDIT_EXIT: Mapping[Verdict, int] = {
-    Verdict.PASS: 0,
-    Verdict.NOT_APPLICABLE: 0,
-    Verdict.FAIL: 1,
-    Verdict.UNKNOWN: 3,
-}
-
-
 # --- status -----------------------------------------------------------------------------------
 
 
@@ -364,18 +355,3 @@ class StatusDocument(Value, frozen=True, kw_only=True):
     degraded: str
     workers: tuple[WorkerState, ...]
     overruns: dict[str, int]
-
-
-# --- evidence ------------------------------------------------------------------------------------
-
-
-class VerifyDocument(Value, frozen=True, kw_only=True):
-    """`evidence verify --json`."""
-
-    schema: str = "alloy.verify/v1"
-    report: VerifyReport
-
-
-def verify_document(report: VerifyReport) -> VerifyDocument:
-    """Return a verification as a document."""
-    return VerifyDocument(report=report)

@@ -32,10 +32,10 @@ import msgspec
 
 from alloy_agent import __version__
 from alloy_agent.daemon import keeping, logs
+from alloy_agent.daemon.addresses import socket_of
 from alloy_agent.daemon.api import LayoutRequest
 from alloy_agent.daemon.documents import StatusDocument
 from alloy_agent.daemon.node import Node
-from alloy_agent.daemon.remote import socket_of
 from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError
 from alloy_agent.host import clock, notify
 from alloy_agent.model import (

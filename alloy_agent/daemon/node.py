@@ -26,9 +26,6 @@ import msgspec
 
 from alloy_agent import __version__
 from alloy_agent.backends import backend_specs
-from alloy_agent.daemon import documents
-from alloy_agent.daemon.api import LayoutRequest, OnProgress, Progress
-from alloy_agent.daemon.tenancy import Tenancy
 from alloy_agent.errors import AlloyError, ConfigError, StoreCorruptError, StoreError
 from alloy_agent.host import clock
 from alloy_agent.model import (
@@ -48,9 +45,6 @@ from alloy_agent.model import (
     StepReport,
     TenantId,
 )
-from alloy_agent.observer import Observer
-from alloy_agent.planner import describe
-from alloy_agent.store import Binding, Store
 from alloy_agent.worker import Worker, WorkerSettings
 
 if TYPE_CHECKING:
@@ -58,7 +52,12 @@ if TYPE_CHECKING:
     from alloy_agent.conformance.auditor import AuditIdentity
     from alloy_agent.conformance.checks import Intent
     from alloy_agent.conformance.evidence import EvidenceLog
+    from alloy_agent.daemon import documents
+    from alloy_agent.daemon.api import LayoutRequest, OnProgress
+    from alloy_agent.daemon.tenancy import Tenancy
+    from alloy_agent.observer import Observer
     from alloy_agent.reconciler import Reconciler
+    from alloy_agent.store import Store
 
 LOG = logging.getLogger(__name__)
 
@@ -92,6 +91,7 @@ class Node:
         self.notes: list[str] = []
         self.degraded = ""
         self._write = write
+        self._sample = sample
         self._lenient = lenient
         self._salvage = salvage
         self._evidence: EvidenceLog | None = None
@@ -124,12 +124,20 @@ class Node:
             StoreError: The state cannot be opened; nothing was started.
             ConfigError: Simulated silicon cannot be as it was asked for.
         """
-        if self._write:
-            self.store = self._open_store()
+        if self.settings.fake:
+            from alloy_agent.silicon.spec import parse_specs
+
+            parse_specs(self.settings.fake)
+        if self._sample:
+            self.store = self._open_store()  # refused before anything is started
         try:
             for worker in self.workers:
                 worker.start()
-            if not self._write:
+            # What follows is imported while the workers start, which takes as long.
+            from alloy_agent.daemon.tenancy import Tenancy
+            from alloy_agent.observer import Observer
+
+            if not self._sample:
                 self.store = self._open_store()
             self.tenancy = Tenancy(self.store)
             self.observer = Observer(
@@ -138,9 +146,6 @@ class Node:
                 managed=self.tenancy.managed,
                 tenant_of=self.tenancy.tenant_of,
             )
-            if self._write and not self.degraded:
-                self.reconciler = self._new_reconciler()
-            self._raise_bad_options()
         except BaseException:
             self.close()
             raise
@@ -170,6 +175,8 @@ class Node:
             store.close()
 
     def _open_store(self) -> Store:
+        from alloy_agent.store import Store
+
         path = Path(self.settings.state_dir)
         try:
             return Store.open(path, read_only=not self._write)
@@ -191,21 +198,6 @@ class Node:
             )
             return Store.open(path / "nothing", read_only=True)
 
-    def _new_reconciler(self) -> Reconciler:
-        from alloy_agent.reconciler import Reconciler
-
-        return Reconciler({w.name: w for w in self.workers}, self, self.store)
-
-    def _raise_bad_options(self) -> None:
-        """Raise what makes a backend refuse its options; other failures show in snapshots."""
-        for worker in self.workers:
-            try:
-                worker.capabilities()
-            except ConfigError:
-                raise
-            except AlloyError as exc:
-                LOG.warning("backend_down", extra={"backend": worker.name, "reason": str(exc)})
-
     def degrade(self, reason: str) -> None:
         """Stop every change, for `reason`; observation goes on."""
         if not self.degraded:
@@ -222,6 +214,8 @@ class Node:
     def devices(self) -> documents.DevicesDocument:
         """Return the devices document, with the tiers that evidence proves now."""
         snapshot = self.observe()
+        from alloy_agent.daemon import documents
+
         reports = self.look(snapshot) if snapshot.partitions else ()
         now_s = clock.boottime_s()
         return documents.devices_document(self.name, snapshot, now_s, reports, self.notes)
@@ -250,6 +244,8 @@ class Node:
 
     def plan(self, request: LayoutRequest) -> documents.PlanDocument:
         """Return the plan document; changes nothing."""
+        from alloy_agent.daemon import documents
+
         snapshot = self.observe()
         plan = self.plan_for(self.layout_of(request, snapshot), snapshot)
         return documents.plan_document(self.name, plan, snapshot)
@@ -258,6 +254,8 @@ class Node:
         self, request: LayoutRequest, on_progress: OnProgress | None = None
     ) -> documents.ApplyDocument:
         """Make a layout so, and keep it as what is desired."""
+        from alloy_agent.daemon import documents
+
         with self._changing:
             self.recover()
             snapshot = self.observe()
@@ -270,6 +268,9 @@ class Node:
         self, plan: Plan, consent: frozenset[Scope], on_progress: OnProgress | None = None
     ) -> ApplyReport:
         """Have the reconciler do a plan; a store that fails meanwhile ends all changes."""
+        from alloy_agent.daemon.api import Progress
+        from alloy_agent.planner import describe
+
         reconciler = self._changer()
         total = len(plan.steps)
 
@@ -295,9 +296,15 @@ class Node:
     def _changer(self) -> Reconciler:
         if self.degraded:
             raise StoreError(f"no changes are made: {self.degraded}")
-        if self.reconciler is None:
+        if not self._write:
             raise StoreError("this node was opened for looking only")
-        return self.reconciler
+        with self._changing:
+            if self.reconciler is None:
+                from alloy_agent.reconciler import Reconciler
+
+                workers = {worker.name: worker for worker in self.workers}
+                self.reconciler = Reconciler(workers, self, self.store)
+            return self.reconciler
 
     # --- tenants ---
 
@@ -309,6 +316,9 @@ class Node:
         Raises:
             ConfigError: There is no such partition, or another tenant is in it.
         """
+        from alloy_agent.daemon import documents
+        from alloy_agent.store import Binding
+
         self._changer()
         with self._changing:
             snapshot = self.observe()
@@ -433,13 +443,14 @@ class Node:
         """Run every check once, recording the evidence where it can be."""
         from alloy_agent.conformance.auditor import audit_once
 
+        evidence = self.evidence()  # opened while the workers still start
         store = self.store if self._write and not self.degraded else None
-        return audit_once(self, self.identity, store=store, evidence=self.evidence())
+        return audit_once(self, self.identity, store=store, evidence=evidence)
 
     def doctor(self) -> documents.DoctorDocument:
         """Return what this host lacks for the agent and for each backend."""
-        from alloy_agent.daemon import needs
-        from alloy_agent.daemon.remote import socket_of
+        from alloy_agent.daemon import documents, needs
+        from alloy_agent.daemon.addresses import socket_of
 
         place = needs.this_place(self.settings.state_dir, str(socket_of(self.settings)))
         found: list[Diagnosis] = list(needs.diagnose(place))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from alloy_agent.daemon.addresses import socket_of
 from alloy_agent.daemon.api import LayoutRequest, OnProgress, Progress
 from alloy_agent.daemon.documents import (
     AccessDocument,
@@ -20,23 +20,13 @@ from alloy_agent.errors import AlloyError, ConfigError, NotPermittedError
 from alloy_agent.model import Scope
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from alloy_agent.config import Settings
     from alloy_agent.control import ControlClient
     from alloy_agent.model import AuditResult
 
 T = TypeVar("T")
-
-
-def socket_of(settings: Settings) -> Path:
-    """Return where the daemon of these settings listens.
-
-    An agent with a state directory of its own has its socket there, so that two agents with two
-    states never answer for one another.
-    """
-    defaults = type(settings)()
-    if settings.socket_path == defaults.socket_path and settings.state_dir != defaults.state_dir:
-        return Path(settings.state_dir) / "agent.sock"
-    return Path(settings.socket_path)
 
 
 def find_daemon(settings: Settings, *, write: bool) -> RemoteNode | None:
@@ -48,14 +38,9 @@ def find_daemon(settings: Settings, *, write: bool) -> RemoteNode | None:
         ConfigError: It runs with other simulated silicon than was asked for.
         NotPermittedError: Its socket is closed to this user, who wants to change something.
     """
-    path = socket_of(settings)
-    try:
-        if not path.exists():
-            return None
-    except PermissionError:
-        return None
     from alloy_agent.control import ControlClient
 
+    path = socket_of(settings)
     try:
         client = ControlClient.connect(path)
     except NotPermittedError:
