@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
@@ -228,6 +229,7 @@ class Auditor:
         self._watch: CgroupWatch | None = None
         self._events: ProcessEvents | None = None
         self._written = False  # a watched cgroup was written to
+        self._drained = threading.Event()
         self._latest: AuditResult | None = None
         self._snapshot: Snapshot | None = None
         self._view: HostView | None = None
@@ -249,6 +251,11 @@ class Auditor:
         """Whether process events drive the audit, or only polling."""
         events = self._events
         return "events" if events is not None and events.mode == "events" else "polling"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop is running; a watchdog should ask."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
         """Listen, audit once, and go on until `stop`."""
@@ -309,7 +316,7 @@ class Auditor:
         try:
             with self._judging:
                 tick()
-        except AlloyError as exc:
+        except (AlloyError, OSError) as exc:
             LOG.warning("audit_failed", extra={"reason": str(exc)})
 
     def _periodic(self) -> None:
@@ -358,7 +365,7 @@ class Auditor:
     def _react(self) -> None:
         """Judge again what the waiting events touch."""
         events = self._events.get(timeout_s=0) if self._events is not None else ()
-        written, self._written = self._written, False
+        written = self._drain()
         if written or any(event.kind is ProcessEventKind.RESYNC for event in events):
             self._catch_up(all_partitions=written)
         else:
@@ -473,15 +480,25 @@ class Auditor:
         self._watcher.start()
 
     def _listen(self) -> None:
-        while not self._stop.is_set() and self._watch is not None:
-            try:
-                changes = self._watch.wait(WATCH_WAIT_S)
-            except (AlloyError, OSError, ValueError) as exc:
-                LOG.warning("cgroup_events_ended", extra={"reason": str(exc)})
-                return
-            if changes:
+        """Wake the loop when cgroup changes wait; the watch itself belongs to the loop."""
+        poll = select.poll()
+        if self._watch is not None:
+            poll.register(self._watch.fileno(), select.POLLIN)
+        while not self._stop.is_set():
+            if poll.poll(WATCH_WAIT_S * 1000):
+                self._drained.clear()
                 self._written = True
                 self._wake.set()
+                self._drained.wait(WATCH_WAIT_S)
+
+    def _drain(self) -> bool:
+        """Take the cgroup changes that wait, and return whether there were any."""
+        if not self._written or self._watch is None:
+            return False
+        self._written = False
+        changes = self._watch.wait(0)
+        self._drained.set()
+        return bool(changes)
 
     def _rewatch(self) -> None:
         """Watch the cgroups of all partitions, and the roots into which processes escape."""
