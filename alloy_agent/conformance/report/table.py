@@ -64,20 +64,26 @@ def to_table(result: AuditResult, *, colour: bool | None = None, width: int = WI
 def _styled(word: str, key: str | None = None) -> Text:
     from rich.text import Text
 
-    return Text(word, style=COLOURS.get(key or word, ""))
+    return Text(_safe(word), style=COLOURS.get(key or word, ""))
 
 
 def _plain(text: str) -> Text:
     from rich.text import Text
 
-    return Text(text)
+    return Text(_safe(text))
+
+
+def _safe(text: str) -> str:
+    """Return the text without characters that would steer a terminal."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _head(console: Console, result: AuditResult) -> None:
     from rich.text import Text
 
     line = Text.assemble(
-        f"audit of {result.node}: ", _styled(result.verdict.value.upper(), result.verdict.value)
+        _safe(f"audit of {result.node}: "),
+        _styled(result.verdict.value.upper(), result.verdict.value),
     )
     line.append(f"  {time_of(result.taken_wall_s)}  {result.mode}")
     if result.evidence_sequence is not None:
@@ -116,12 +122,12 @@ def _problems(console: Console, result: AuditResult) -> None:
     for judgement in sorted(listed, key=lambda j: (j.verdict is not Verdict.FAIL, j.check)):
         head = Text.assemble(
             _styled(judgement.verdict.value.upper(), judgement.verdict.value),
-            f" {judgement.check} {judgement.subject}: {judgement.claim}",
+            _safe(f" {judgement.check} {judgement.subject}: {judgement.claim}"),
         )
         console.print()
         console.print(head)
         for label, text in _details(judgement):
-            console.print(Text(f"  {label:<9} {text}"))
+            console.print(_plain(f"  {label:<9} {text}"))
 
 
 def _details(judgement: Judgement) -> list[tuple[str, str]]:
