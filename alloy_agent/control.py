@@ -47,6 +47,8 @@ LOG = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 MAX_WATCHERS = 8
 MAX_COMMANDS = 16
+BACKLOG = 128
+CONNECT_TIMEOUT_S = 2.0
 RELAY_CHUNK_BYTES = 64 * 1024
 MAX_SOCKET_PATH_BYTES = 107  # Source: unix(7), sun_path
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid. Source: unix(7), struct ucred
@@ -475,7 +477,7 @@ def _public_socket(path: Path, private: Path) -> Iterator[socket.socket]:
     try:
         listener.bind(str(made))
         made.chmod(0o600)
-        listener.listen(MAX_CONNECTIONS)
+        listener.listen(BACKLOG)
         inode = made.lstat().st_ino
         made.rename(path)
     except OSError as exc:
@@ -612,18 +614,9 @@ class ControlClient:
 
         Raises:
             NotPermittedError: A daemon may listen, but this user may not ask it.
+            AlloyError: A daemon listens, and too many ask it at once.
         """
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            try:
-                probe.connect(str(path))
-            except PermissionError as exc:
-                raise NotPermittedError(
-                    f"{path}: not permitted for uid {os.geteuid()}", cure="run as root"
-                ) from exc
-            except OSError:  # not there, stale, no socket, name too long: nobody listens
-                return None
-        return cls(path)
+        return cls(path) if _listens(path) else None
 
     def command(
         self, command: pb.BrainMessage, *, deadline_s: float | None = None

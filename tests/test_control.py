@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -322,6 +323,25 @@ def test_no_daemon_is_said_at_once(path: Path, tmp_path: Path) -> None:
     plain.touch()
     assert ControlClient.connect(plain) is None
     assert ControlClient.connect(tmp_path / ("x" * 200)) is None
+
+
+def test_a_busy_daemon_is_not_taken_for_none(tmp_path: Path) -> None:
+    """With its queue of connections full a daemon is busy, and nobody acts beside it."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        waiting = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = socket.socket(socket.AF_UNIX)
+                one.setblocking(False)
+                waiting.append(one)
+                one.connect(str(path))
+        with pytest.raises(AlloyError, match="busy"):
+            ControlClient.connect(path)
+        for one in waiting:
+            one.close()
 
 
 def test_looking_for_a_daemon_loads_no_grpc(path: Path) -> None:
