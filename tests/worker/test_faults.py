@@ -142,7 +142,7 @@ def test_a_stall_is_remembered_over_a_restart_and_blocks_no_start(lab: Lab, call
         worker.observe(DEV[0])
     kill(worker)
     assert set(worker.stalled()) == {DEV[0]}
-    answers = worker.observe_many(DEV[1:4])
+    answers = worker.observe_many(DEV[1:4], 15.0)  # the start is in it
     assert not [a for a in answers.values() if isinstance(a, BackendError)]
     assert worker.quarantined() == ()
 
@@ -150,6 +150,7 @@ def test_a_stall_is_remembered_over_a_restart_and_blocks_no_start(lab: Lab, call
 def test_a_discovery_that_hangs_is_an_answer_in_time(lab: Lab) -> None:
     """`discover` that never returns is refused at its deadline, and devices still answer."""
     worker = lab.worker({".discover": "hang"}, devices=2)
+    assert worker.observe(DEV[0], 15.0).device.id == DEV[0]  # the start is in it
     for _ in range(2):
         with pytest.raises(DeviceStalledError, match="discover"):
             worker.discover(deadline_s=0.2)
