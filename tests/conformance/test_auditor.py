@@ -25,6 +25,7 @@ from alloy_agent.conformance.auditor import (
     exit_code,
 )
 from alloy_agent.conformance.checks import Grant, Intent
+from alloy_agent.conformance.checks.shapes import LeafFact, MemberFact
 from alloy_agent.conformance.collect import collect_host, homes, leaf_paths
 from alloy_agent.conformance.evidence import EvidenceLog, verify
 from alloy_agent.conformance.recording import TIER, Recorder
@@ -259,11 +260,12 @@ def test_nested_cgroups_are_leaves_and_members(host: Host) -> None:
                     (folder / name).write_text((folder.parent / name).read_text())
             (folder / "cgroup.procs").write_text(str(child.pid))
         seen = {f.name: f.value for f in collect_host(host.observe()) if f.subject == partition.id}
-        members, leaves = seen["cgroup.members"], seen["cgroup.memory_leaves"]
+        members = msgspec.convert(seen["cgroup.members"], list[MemberFact])
+        leaves = msgspec.convert(seen["cgroup.memory_leaves"], list[LeafFact])
         host.leave(child.pid)
     until(lambda: all(_removed(folder) for folder in folders))
-    assert [(m["pid"], list(m["lacks"])) for m in members] == [(child.pid, [])]  # type: ignore[union-attr,index,call-overload]
-    assert [leaf["path"] for leaf in leaves] == [f"/{home.path}/inner"]  # type: ignore[union-attr,index,call-overload]
+    assert [(m.pid, m.lacks) for m in members] == [(child.pid, ())]
+    assert [leaf.path for leaf in leaves] == [f"/{home.path}/inner"]
     assert leaf_paths(home.hierarchies[0], home.path) == (home.path,)
 
 
