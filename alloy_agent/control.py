@@ -752,6 +752,34 @@ class ControlClient:
         self.close()
 
 
+def _listens(path: Path) -> bool:
+    """Return whether a daemon listens; never no because it is busy.
+
+    Raises:
+        NotPermittedError: This user may not ask.
+        AlloyError: It is too busy to say.
+    """
+    deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except BlockingIOError:  # its queue of connections is full: somebody listens
+                pass
+            except PermissionError as exc:
+                raise NotPermittedError(
+                    f"{path}: not permitted for uid {os.geteuid()}", cure="run as root"
+                ) from exc
+            except OSError:  # not there, stale, no socket, name too long: nobody listens
+                return False
+            else:
+                return True
+        if time.monotonic() >= deadline_s:
+            raise AlloyError(f"{path}: the daemon is busy", cure="try again in a moment")
+        time.sleep(0.01)
+
+
 def _layout_command(
     layout: str, source: str, name: str | None, *, dry_run: bool
 ) -> pb.BrainMessage:
