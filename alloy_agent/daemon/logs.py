@@ -6,20 +6,40 @@ renders those here. One-shot commands never come here: they answer on stdout and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
 
 
+@contextlib.contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Have a module look absent to whoever imports it optionally.
+
+    structlog loads rich (5 MB) for tracebacks on terminals if it is there; a daemon that logs JSON
+    shall not carry it.
+    """
+    hide = module not in sys.modules
+    if hide:
+        sys.modules[module] = None  # type: ignore[assignment]  # the documented way to block one
+    try:
+        yield
+    finally:
+        if hide:
+            del sys.modules[module]
+
+
 def configure(level: str, form: str, stream: TextIO | None = None) -> logging.Handler:
     """Send all logging to one stream, rendered as `json` or `console`; return the handler."""
-    import structlog
-
     target = stream or sys.stderr
     console = form == "console" or (form == "auto" and target.isatty())
+    with contextlib.nullcontext() if console else _without("rich"):
+        import structlog
+
     renderer = (
         structlog.dev.ConsoleRenderer(colors=target.isatty())
         if console

@@ -31,10 +31,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from alloy_agent import __version__
-from alloy_agent.daemon import keeping, logs
+from alloy_agent.daemon import keeping, logs, memory
 from alloy_agent.daemon.addresses import socket_of
 from alloy_agent.daemon.api import LayoutRequest
 from alloy_agent.daemon.documents import StatusDocument
+from alloy_agent.daemon.feed import Feed
 from alloy_agent.daemon.node import Node
 from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError
 from alloy_agent.host import clock, notify
@@ -43,6 +44,7 @@ from alloy_agent.model import (
     AuditResult,
     DeviceEvent,
     Layout,
+    Lease,
     LeaseState,
     Scope,
     Signal,
@@ -168,6 +170,7 @@ class Daemon:
         self.settings = settings
         self.standalone = standalone
         self.seen = Seen()
+        self.feed = Feed(self.signals, self._leases)
         self.node: Node
         self.page: MetricsPage
         self.desk: LeaseDesk | None = None
@@ -188,6 +191,7 @@ class Daemon:
         Raises:
             AlloyError: The daemon cannot start; nothing was changed.
         """
+        memory.one_arena()
         logs.configure(self.settings.log.level, self.settings.log.format)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_signals(self._inbox.put))
@@ -247,12 +251,14 @@ class Daemon:
                 events=settings.events,
             ),
             on_result=self._on_audit,
+            on_finding=self.feed.found,
         )
         self.auditor.start()
         stack.callback(self.auditor.stop)
 
     def _on_audit(self, result: AuditResult) -> None:
         self.seen.audit = result
+        self.feed.audited(result)
 
     # What the auditor judges: `conformance.auditor.Sources`.
 
@@ -261,6 +267,7 @@ class Daemon:
         before = self.seen.snapshot
         snapshot = self.node.observe()
         self.seen.snapshot = snapshot
+        self.feed.saw(snapshot)
         keep = self._loops.get("keep")
         if keep is not None and (
             before is None or keeping.geometry(before) != keeping.geometry(snapshot)
@@ -289,6 +296,7 @@ class Daemon:
             audit=self.audit_now,
             metrics=self.page.render,
             touched=self._touched,
+            watch=self.feed.watch,
             handle=None if self.desk is None else self.desk.handle,
         )
         server = ControlServer(service, path, on_defect=self._on_defect)
@@ -353,6 +361,7 @@ class Daemon:
         devices = 0 if snapshot is None else len(snapshot.devices)
         LOG.info("ready", extra={"devices": devices, "degraded": self.node.degraded})
         notify.sd_notify(notify.READY, notify.status(f"{devices} devices"))
+        memory.settle()
         return True
 
     # --- reload ---
@@ -473,7 +482,10 @@ class Daemon:
     def _new_desk(self) -> LeaseDesk:
         from alloy_agent.uplink.desk import LeaseDesk
 
-        return LeaseDesk(self.node.store, self._view)
+        return LeaseDesk(self.node.store, self._view, self.feed.lease_changed)
+
+    def _leases(self) -> tuple[Lease, ...]:
+        return () if self.desk is None else self.desk.ledger.leases
 
     def _view(self) -> View:
         """Return the node as a lease command sees it: fresh, since a grant rests on generations."""

@@ -44,6 +44,7 @@ class NodeService:
         audit: Callable[[], AuditResult],
         metrics: Callable[[], bytes],
         touched: Callable[[], None],
+        watch: Callable[[threading.Event, float, tuple[str, ...]], Iterator[pb.AgentMessage]],
         handle: Callable[[pb.BrainMessage], pb.Reply] | None = None,
     ) -> None:
         self._node = node
@@ -51,6 +52,7 @@ class NodeService:
         self._audit = audit
         self._metrics = metrics
         self._touched = touched
+        self._watch = watch
         self._handle = handle
 
     def devices(self) -> bytes:
@@ -143,11 +145,8 @@ class NodeService:
     def watch(
         self, stop: threading.Event, interval_s: float, kinds: tuple[str, ...]
     ) -> Iterator[pb.AgentMessage]:
-        """Yield nothing until `stop` is set: this agent has no stream of its own yet."""
-        del interval_s, kinds
-        while not stop.wait(0.5):
-            pass
-        return iter(())
+        """Yield what happens until `stop` is set."""
+        return self._watch(stop, interval_s, kinds)
 
 
 def _part(result: AuditResult, subjects: tuple[str, ...], checks: tuple[str, ...]) -> AuditResult:

@@ -1,0 +1,216 @@
+"""What happens on the node, as the messages of the wire, for everyone who watches.
+
+State goes out when it changes and to each new watcher at once, events as they come, samples at the
+pace that a watcher asks for. A watcher that does not keep up loses its oldest messages, which costs
+nobody else anything.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from alloy_agent.daemon.keeping import geometry
+from alloy_agent.host import clock
+
+if TYPE_CHECKING:
+    from alloy_agent.leases import Change
+    from alloy_agent.model import (
+        AuditResult,
+        Finding,
+        Lease,
+        PartitionId,
+        Signal,
+        Snapshot,
+    )
+    from alloy_agent.proto import agent_pb2 as pb
+    from alloy_agent.uplink.codec import Standing
+
+MAX_WAITING = 1024  # messages of one watcher
+SAMPLE_PERIOD_S = 1.0  # where a watcher asks for no pace
+LOOK_AT_STOP_S = 0.5
+
+
+class Feed:
+    """Turns what the loops see into messages.
+
+    Args:
+        signals: Returns the newest value of every signal.
+        leases: Returns the living leases.
+    """
+
+    def __init__(
+        self,
+        signals: Callable[[], Sequence[Signal]],
+        leases: Callable[[], Sequence[Lease]],
+    ) -> None:
+        self._signals = signals
+        self._leases = leases
+        self._lock = threading.Lock()
+        self._watchers: list[Waiting] = []
+        self._snapshot: Snapshot | None = None
+        self._audit: AuditResult | None = None
+        self._revision = 0
+        self._samples = itertools.count(1)
+
+    # --- what the loops say ---
+
+    def saw(self, snapshot: Snapshot) -> None:
+        """Take a new snapshot; watchers are told where it differs."""
+        before = self._snapshot
+        self._snapshot = snapshot
+        if before is None or geometry(before) != geometry(snapshot):
+            self._revision += 1
+            self._tell_state()
+
+    def audited(self, result: AuditResult) -> None:
+        """Take a new audit; watchers are told where a tier differs."""
+        before = self._audit
+        self._audit = result
+        if before is None or _tiers(before) != _tiers(result):
+            self._tell_state()
+
+    def found(self, finding: Finding) -> None:
+        """Tell of a verdict or tier that changed."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        self._tell(pb.AgentMessage(finding=codec.finding(finding, clock.boottime_s())))
+
+    def lease_changed(self, change: Change, command_id: str, now_s: float) -> None:
+        """Tell of a lease that moved to another state."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        message = codec.lease_change(change, now_s, command_id)
+        self._tell(pb.AgentMessage(lease_change=message))
+
+    # --- messages ---
+
+    def state(self) -> tuple[pb.AgentMessage, ...]:
+        """Return the messages that tell all of the node; none before it was seen."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        snapshot, revision = self._snapshot, self._revision
+        if snapshot is None:
+            return ()
+        now_s = clock.boottime_s()
+        partitions = codec.partition_state(snapshot, revision, now_s, self._standings())
+        return (
+            pb.AgentMessage(inventory=codec.inventory(snapshot, revision)),
+            pb.AgentMessage(partition_state=partitions),
+        )
+
+    def sample(self) -> pb.AgentMessage | None:
+        """Return the newest signals as one message; None before the node was seen."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        snapshot, revision = self._snapshot, self._revision
+        if snapshot is None:
+            return None
+        fast = codec.fast(
+            self._signals(),
+            [p.id for p in snapshot.partitions],
+            [d.id for d in snapshot.devices],
+            {},
+            clock.boottime_s(),
+            (revision, revision),
+            next(self._samples),
+        )
+        return pb.AgentMessage(fast=fast)
+
+    def _standings(self) -> dict[PartitionId, Standing]:
+        from alloy_agent.uplink.codec import Standing
+
+        audit = self._audit
+        tiers = {r.partition.id: (r.tier, r.reason) for r in audit.partitions} if audit else {}
+        holders = {piece.partition: lease.id for lease in self._leases() for piece in lease.pieces}
+        found: dict[PartitionId, Standing] = {}
+        for partition in self._snapshot.partitions if self._snapshot else ():
+            tier, reason = tiers.get(partition.id, (None, "not audited yet"))
+            found[partition.id] = Standing(
+                tier=tier, tier_reason=reason, lease=holders.get(partition.id)
+            )
+        return found
+
+    # --- watchers ---
+
+    def watch(
+        self, stop: threading.Event, interval_s: float, kinds: tuple[str, ...]
+    ) -> Iterator[pb.AgentMessage]:
+        """Yield state, events and samples until `stop` is set.
+
+        Args:
+            stop: Ends it, within a second.
+            interval_s: Time between two samples; 0: one a second.
+            kinds: Names of the messages wanted; empty: all.
+        """
+        period_s = interval_s or SAMPLE_PERIOD_S
+        sampled = not kinds or "fast" in kinds
+        next_s = time.monotonic()
+        with self._waiting(kinds) as waiting:
+            for message in self.state():
+                waiting.put(message)
+            while not stop.is_set():
+                left_s = next_s - time.monotonic()
+                if sampled and left_s <= 0:
+                    next_s = max(next_s + period_s, time.monotonic())
+                    sample = self.sample()
+                    if sample is not None:
+                        waiting.put(sample)
+                yield from waiting.take(min(max(left_s, 0.0), LOOK_AT_STOP_S))
+
+    @contextmanager
+    def _waiting(self, kinds: tuple[str, ...]) -> Iterator[Waiting]:
+        waiting = Waiting(kinds)
+        with self._lock:
+            self._watchers.append(waiting)
+        try:
+            yield waiting
+        finally:
+            with self._lock:
+                self._watchers.remove(waiting)
+
+    def _tell_state(self) -> None:
+        if self._watchers:
+            for message in self.state():
+                self._tell(message)
+
+    def _tell(self, message: pb.AgentMessage) -> None:
+        with self._lock:
+            watchers = tuple(self._watchers)
+        for waiting in watchers:
+            waiting.put(message)
+
+
+class Waiting:
+    """The messages that wait for one watcher; the oldest goes when it is full."""
+
+    def __init__(self, kinds: tuple[str, ...]) -> None:
+        self._kinds = kinds
+        self._messages: collections.deque[pb.AgentMessage] = collections.deque(maxlen=MAX_WAITING)
+        self._here = threading.Event()
+
+    def put(self, message: pb.AgentMessage) -> None:
+        """Add a message of a kind that is wanted."""
+        if not self._kinds or message.WhichOneof("body") in self._kinds:
+            self._messages.append(message)
+            self._here.set()
+
+    def take(self, timeout_s: float) -> Iterator[pb.AgentMessage]:
+        """Yield what is there, after waiting for the first of it up to `timeout_s`."""
+        self._here.wait(timeout_s)
+        self._here.clear()
+        while self._messages:
+            yield self._messages.popleft()
+
+
+def _tiers(result: AuditResult) -> tuple[tuple[str, str], ...]:
+    return tuple((report.partition.id, report.tier) for report in result.partitions)
