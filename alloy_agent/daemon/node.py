@@ -40,6 +40,7 @@ from alloy_agent.model import (
     PartitionId,
     PartitionReport,
     Plan,
+    Quality,
     Scope,
     Snapshot,
     StepReport,
@@ -213,10 +214,9 @@ class Node:
 
     def devices(self) -> documents.DevicesDocument:
         """Return the devices document, with the tiers that evidence proves now."""
-        snapshot = self.observe()
         from alloy_agent.daemon import documents
 
-        reports = self.look(snapshot) if snapshot.partitions else ()
+        snapshot, reports = self.look(self.observe())
         now_s = clock.boottime_s()
         return documents.devices_document(self.name, snapshot, now_s, reports, self.notes)
 
@@ -403,14 +403,24 @@ class Node:
         )
         return Intent(layout=self.store.desired(), grants=(*leased, *grants))
 
-    def look(self, snapshot: Snapshot) -> tuple[PartitionReport, ...]:
-        """Judge a snapshot without recording anything; return the partitions' reports."""
+    def look(self, snapshot: Snapshot) -> tuple[Snapshot, tuple[PartitionReport, ...]]:
+        """Judge a snapshot without recording anything.
+
+        Returns:
+            The snapshot with who else manages its devices, and the partitions' reports.
+        """
         from alloy_agent.conformance.auditor import collect_all
-        from alloy_agent.conformance.checks import judge
+        from alloy_agent.conformance.checks import NODE, judge
+        from alloy_agent.conformance.checks.shapes import OwnerFact
         from alloy_agent.conformance.collect import HostView
+        from alloy_agent.conformance.owners import as_owners
 
         facts = collect_all(snapshot, HostView(snapshot), self.device_facts(snapshot))
-        return judge(snapshot, facts, self.intent())[0]
+        fact = facts.find(NODE, "host.owners")
+        if fact is not None and fact.quality is Quality.VALUE:
+            owners = as_owners(msgspec.convert(fact.value, tuple[OwnerFact, ...]))
+            snapshot = msgspec.structs.replace(snapshot, owners=owners)
+        return snapshot, judge(snapshot, facts, self.intent())[0]
 
     def evidence(self) -> EvidenceLog | None:
         """Return the evidence chain, opened at first use; None where it cannot be written."""
