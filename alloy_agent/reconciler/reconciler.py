@@ -37,6 +37,7 @@ from alloy_agent.errors import (
 from alloy_agent.model import (
     ApplyReport,
     Condition,
+    Destroy,
     Device,
     DeviceId,
     Observation,
@@ -563,6 +564,7 @@ class Reconciler:
                 now = self._look(job, reach(entry.step, job.devices.values()))
                 back = judge(entry.step, entry.before, now)
                 if back.outcome in (Outcome.DONE, Outcome.PENDING):
+                    self._tidy(job, entry.step)
                     self._settle(entry.position, back, None, run=run.id)
                     continue
                 self._carry_out(
@@ -571,6 +573,18 @@ class Reconciler:
             except BackendError as exc:
                 return exc
         return None
+
+    def _tidy(self, job: _Job, step: Step) -> None:
+        """Let a removal that was cut off end, since what shows no piece may still lie around.
+
+        Aimed at one incarnation, it cannot reach a successor; that nothing is left is no failure.
+        """
+        if not isinstance(step, Destroy) or not step.partition.incarnation:
+            return
+        with self._quiesced(job, (step.device,)) as quiesce:
+            failure = self._try(job, step, _Count(), quiesce)
+        if failure is not None:
+            log.info("nothing_to_tidy", extra={"device": step.device, "reason": str(failure)})
 
     def _settle_unknown(self, snapshot: Snapshot) -> None:
         """Note what became of calls that never returned, where their devices answer again."""
