@@ -4,10 +4,10 @@ The connector needs root in the first user, pid and network namespaces. Without 
 says so (`mode` "polling" and `reason`) and delivers a RESYNC at every poll interval, so a caller
 reads `/proc` again either way and only its delay differs.
 
-pyroute2 opens, binds and subscribes the socket. The messages are read and unpacked here: its reader
-keeps an unbounded queue, cannot be woken to stop, and decodes names as strict UTF-8, so a tenant
-that calls itself by the byte 0xff would stop it. Its sockets belong to the thread that made them.
-Names are not looked at: they come from `/proc`.
+pyroute2 opens, binds and subscribes the socket, in a helper process (`subscribe`) that hands it
+over. The messages are read and unpacked here: pyroute2's reader keeps an unbounded queue, cannot
+be woken to stop, and decodes names as strict UTF-8, so a tenant that calls itself by the byte 0xff
+would stop it. Names are not looked at: they come from `/proc`.
 
 Rules that stay true in here:
 
@@ -22,15 +22,19 @@ Source: include/uapi/linux/cn_proc.h and connector.h, Linux 6.18.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import logging
 import os
 import select
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from alloy_agent.host.clock import boottime_s, monotonic_offset_s
 from alloy_agent.model import Value
@@ -48,7 +52,8 @@ NLMSG_DONE = 3
 CN_IDX_PROC = 1
 FORK, EXEC, UID, EXIT = 0x1, 0x2, 0x4, 0x8000_0000
 DATAGRAM_BYTES = 65_536
-RECEIVE_BUFFER_BYTES = 4 << 20  # about 30,000 events while the reader is away
+HELPER = "alloy_agent.host.subscribe"
+HELPER_DEADLINE_S = 20.0
 
 
 class ProcessEventKind(StrEnum):
@@ -192,21 +197,18 @@ class ProcessEvents:
         if channel is None:
             self._poll()
             return
-        try:
-            with socket.socket(fileno=os.dup(channel.fileno())) as reader:
-                reader.setblocking(False)
-                self._read(reader)
-        finally:
-            channel.close()
+        with channel:
+            channel.setblocking(False)
+            self._read(channel)
 
-    def _open(self) -> Any:
+    def _open(self) -> socket.socket | None:
         """Return the subscribed channel, or None with the reason set."""
         self.reason = missing_privilege()
         if self.reason:
             return None
         try:
             channel = _subscribe()
-        except (OSError, ImportError, KeyError) as exc:  # pyroute2: KeyError for "no address"
+        except OSError as exc:
             self.reason = f"process connector: {exc}"
             return None
         self.mode = "events"
@@ -273,18 +275,39 @@ def missing_privilege() -> str:
     return ""
 
 
-def _subscribe() -> Any:
-    """Return a pyroute2 socket that receives process events from now on."""
-    from pyroute2.netlink.connector.cn_proc import ProcEventSocket
+def _subscribe() -> socket.socket:
+    """Return a socket that receives process events from now on, subscribed by a helper process.
 
-    channel = ProcEventSocket()
-    try:
-        channel.bind()
-        raw = socket.socket(fileno=os.dup(channel.fileno()))
-        with raw:
-            raw.setsockopt(socket.SOL_SOCKET, 33, RECEIVE_BUFFER_BYTES)  # SO_RCVBUFFORCE
-        channel.control(listen=True)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
+    Raises:
+        OSError: The helper could not, for the reason that it gives.
+    """
+    root = Path(__file__).resolve().parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            helper = subprocess.Popen(
+                [sys.executable, "-s", "-P", "-m", HELPER, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=environment,
+            )
+        ours.settimeout(HELPER_DEADLINE_S)
+        try:
+            said, fds, _, _ = socket.recv_fds(ours, 4096, 1)
+            if not fds:
+                raise OSError(said.decode("utf-8", "replace") or "its helper ended early")
+            return socket.socket(fileno=fds[0])
+        finally:
+            ours.close()  # tells the helper that it may go
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                helper.wait(HELPER_DEADLINE_S)
+            if helper.returncode is None:
+                helper.kill()
+                helper.wait()
