@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from alloy_agent.backends.fake import FakeBackend
 from alloy_agent.errors import (
     ApplyError,
     BackendError,
@@ -41,6 +42,7 @@ from alloy_agent.planner.steps import undo_of
 from alloy_agent.store import EntryState, RunStatus
 from alloy_agent.worker.client import WorkerDownError
 from tests.fakes.bench import BOOT, Machine
+from tests.fakes.direct import Rooms
 from tests.fakes.node import Node
 
 FIRST = {"gpu-a": [(0, "4g"), (4, "2g"), (6, "1g")]}
@@ -474,3 +476,91 @@ def test_pieces_that_a_restart_took_are_no_longer_ours(node: Node) -> None:
     node.machine.reboot()
     assert node.reconciler.recover() is None
     assert node.store.managed() == {}
+
+
+# --- faults of the field, on simulated silicon ---
+
+PASSTHROUGH = """
+boards:
+  - board: A100-SXM4-40GB
+    passthrough: true
+    mig: true
+    instances: [3g.20gb@0, 2g.10gb@4]
+"""
+OFF = "version: v1\nlayouts:\n  only:\n    - match: {vendor: nvidia}\n      mig: none\n"
+
+
+@pytest.fixture
+def passthrough(tmp_path: Path) -> Iterator[Rooms]:
+    """A GPU given to a virtual machine, in MIG mode, with two instances of somebody else."""
+    (tmp_path / "node.yaml").write_text(PASSTHROUGH)
+    backend = FakeBackend.from_specs([str(tmp_path / "node.yaml")])
+    with Rooms(backend, tmp_path / "state") as rooms:
+        yield rooms
+
+
+def test_a_start_with_an_empty_ledger_makes_no_changing_call(passthrough: Rooms) -> None:
+    """Nothing is destroyed and no mode is set; what is there shows as not managed."""
+    before = passthrough.snapshot()
+    assert passthrough.reconciler.recover() is None
+    after = passthrough.snapshot()
+    assert [(p.id, p.incarnation) for p in after.partitions] == [
+        (p.id, p.incarnation) for p in before.partitions
+    ]
+    assert len(after.partitions) == 2
+    assert not any(piece.managed for piece in after.partitions)
+    assert after.devices[0].modes == before.devices[0].modes
+
+
+def test_a_mode_that_needs_a_forbidden_reset_ends_as_pending(passthrough: Rooms) -> None:
+    """Asked for by name, the change is told as pending; no later start asks for it again."""
+    report = passthrough.reconciler.apply(passthrough.plan(OFF))
+    assert report.outcome == "pending"
+    assert report.pending
+    mode = passthrough.snapshot().devices[0].modes[0]
+    assert (mode.current, mode.pending) == ("on", "off")
+    assert isinstance(passthrough.worker.backend, FakeBackend)
+    calls = passthrough.worker.backend.machine.state.serial
+    assert passthrough.reconciler.recover() is None
+    assert passthrough.worker.backend.machine.state.serial == calls
+    assert passthrough.store.runs()[0].status is RunStatus.PENDING
+
+
+def test_a_busy_mode_change_is_refused_and_taken_back(tmp_path: Path) -> None:
+    """With a client on the GPU the mode is told as in use (19), and no wish stays behind."""
+    (tmp_path / "node.yaml").write_text(
+        "boards: [{board: H100-SXM5-80GB}]\nprocesses: [{pid: 4711, device: '#0'}]\n"
+    )
+    backend = FakeBackend.from_specs([str(tmp_path / "node.yaml")])
+    text = OFF.replace("none", "[3g.40gb, 3g.40gb]")
+    with Rooms(backend, tmp_path / "state") as rooms:
+        report = rooms.reconciler.apply(rooms.plan(text))
+        assert report.outcome == "rolled_back"
+        assert "in use (19)" in report.error
+        assert "4711" in report.error
+        assert report.remaining
+        mode = rooms.snapshot().devices[0].modes[0]
+        assert (mode.current, mode.pending) == ("off", None)
+        backend.machine.stop_process(4711)
+        assert rooms.reconciler.apply(rooms.plan(text)).outcome == "applied"
+        assert [p.profile for p in rooms.snapshot().partitions] == ["3g.40gb", "3g.40gb"]
+
+
+def test_a_compute_instance_that_fails_leaves_no_hidden_gpu_instance(tmp_path: Path) -> None:
+    """A GPU instance without compute instance is found and removed; the next try succeeds."""
+    (tmp_path / "node.yaml").write_text(
+        "boards: [{board: H100-SXM5-80GB, mig: true}]\nfaults:\n"
+        "  - {call: gpu.create_compute_instance, device: '#0', action: error, error: unknown,"
+        " times: 1}\n"
+        "  - {call: gpu.destroy_gpu_instance, device: '#0', action: error, error: unknown,"
+        " times: 1}\n"
+    )
+    backend = FakeBackend.from_specs([str(tmp_path / "node.yaml")])
+    text = OFF.replace("none", "[3g.40gb, 2g.20gb]")
+    with Rooms(backend, tmp_path / "state") as rooms:
+        report = rooms.reconciler.apply(rooms.plan(text))
+        assert report.outcome == "rolled_back"
+        assert rooms.snapshot().faults == ()
+        assert rooms.snapshot().partitions == ()
+        assert rooms.reconciler.apply(rooms.plan(text)).outcome == "applied"
+        assert len(rooms.snapshot().partitions) == 2

@@ -137,8 +137,13 @@ def shape(rooms: Rooms) -> list[tuple[str, int | None]]:
 
 @pytest.mark.parametrize(
     ("start", "wanted"),
-    [(NONE, TWO), (TWO, ONE), (ONE, TWO), (TWO, NONE), (TWO, CAPS)],
-    ids=["make", "merge", "split", "clear", "caps"],
+    [
+        pytest.param(NONE, TWO, id="make", marks=pytest.mark.slow),
+        pytest.param(TWO, ONE, id="merge"),
+        pytest.param(ONE, TWO, id="split", marks=pytest.mark.slow),
+        pytest.param(TWO, NONE, id="clear"),
+        pytest.param(TWO, CAPS, id="caps"),
+    ],
 )
 def test_sigkill_at_every_change_of_a_cgroup_recovers(host: Host, start: str, wanted: str) -> None:
     """Killed at any mkdir, write or rmdir, the next start has the wanted pieces and no other."""
@@ -171,6 +176,7 @@ def clear_and_reach(rooms: Rooms, text: str) -> None:
     rooms.reach(text)
 
 
+@pytest.mark.slow
 def test_a_kill_while_recovering_recovers_too(host: Host) -> None:
     """Killed in a change and at every moment of its recovery, the third start gets there."""
     with host.rooms() as rooms:
