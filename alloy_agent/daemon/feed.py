@@ -56,6 +56,8 @@ class Feed:
         self._snapshot: Snapshot | None = None
         self._audit: AuditResult | None = None
         self._revision = 0
+        self._on_event: Callable[[pb.AgentMessage], object] | None = None
+        self._on_state: Callable[[pb.AgentMessage], object] | None = None
         self._samples = itertools.count(1)
 
     # --- what the loops say ---
@@ -80,7 +82,9 @@ class Feed:
         from alloy_agent.proto import agent_pb2 as pb
         from alloy_agent.uplink import codec
 
-        self._tell(pb.AgentMessage(finding=codec.finding(finding, clock.boottime_s())))
+        evidence = self._evidence()
+        message = codec.finding(finding, clock.boottime_s(), evidence)
+        self._event(pb.AgentMessage(finding=message))
 
     def lease_changed(self, change: Change, command_id: str, now_s: float) -> None:
         """Tell of a lease that moved to another state."""
@@ -88,7 +92,15 @@ class Feed:
         from alloy_agent.uplink import codec
 
         message = codec.lease_change(change, now_s, command_id)
-        self._tell(pb.AgentMessage(lease_change=message))
+        self._event(pb.AgentMessage(lease_change=message))
+
+    def forward(
+        self,
+        on_event: Callable[[pb.AgentMessage], object],
+        on_state: Callable[[pb.AgentMessage], object],
+    ) -> None:
+        """Have events (each of them) and state (the newest) go to a brain too."""
+        self._on_event, self._on_state = on_event, on_state
 
     # --- messages ---
 
@@ -179,9 +191,25 @@ class Feed:
                 self._watchers.remove(waiting)
 
     def _tell_state(self) -> None:
-        if self._watchers:
-            for message in self.state():
-                self._tell(message)
+        if not self._watchers and self._on_state is None:
+            return
+        for message in self.state():
+            if self._on_state is not None:
+                self._on_state(message)
+            self._tell(message)
+
+    def _event(self, message: pb.AgentMessage) -> None:
+        """Keep an event for the brain, on disk, and tell watchers."""
+        if self._on_event is not None:
+            self._on_event(message)
+        self._tell(message)
+
+    def _evidence(self) -> tuple[int, str]:
+        """Return sequence and hash of the newest evidence record that is known here."""
+        audit = self._audit
+        if audit is None or audit.evidence_sequence is None:
+            return 0, ""
+        return audit.evidence_sequence, audit.evidence_hash or ""
 
     def _tell(self, message: pb.AgentMessage) -> None:
         with self._lock:

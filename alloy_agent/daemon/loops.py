@@ -55,9 +55,12 @@ if TYPE_CHECKING:
     from alloy_agent.config import Settings
     from alloy_agent.conformance.auditor import Auditor
     from alloy_agent.conformance.checks import Intent
+    from alloy_agent.daemon.service import NodeService
     from alloy_agent.leases import View
     from alloy_agent.model import Fact
+    from alloy_agent.proto import agent_pb2 as pb
     from alloy_agent.telemetry.metrics import MetricsPage
+    from alloy_agent.uplink.client import Uplink
     from alloy_agent.uplink.desk import LeaseDesk
 
 LOG = logging.getLogger(__name__)
@@ -175,6 +178,7 @@ class Daemon:
         self.page: MetricsPage
         self.desk: LeaseDesk | None = None
         self.auditor: Auditor | None = None
+        self.uplink: Uplink | None = None
         self._reread = reread
         self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._started_s = clock.boottime_s()
@@ -191,6 +195,11 @@ class Daemon:
         Raises:
             AlloyError: The daemon cannot start; nothing was changed.
         """
+        if self.standalone:
+            raise ConfigError(
+                "run --standalone: this version embeds no brain",
+                cure="leave it out, or start a brain and set brain.address",
+            )
         memory.one_arena()
         logs.configure(self.settings.log.level, self.settings.log.format)
         with contextlib.ExitStack() as stack:
@@ -208,7 +217,7 @@ class Daemon:
         self._log_settings()
         self._start_web(stack)
         self._start_audit(stack)
-        self._start_control(stack)
+        self._start_brain(stack, self._start_control(stack))
         self._start_loops(stack)
 
     def _log_settings(self) -> None:
@@ -283,7 +292,7 @@ class Daemon:
         """Return what ought to be."""
         return self.node.intent()
 
-    def _start_control(self, stack: contextlib.ExitStack) -> None:
+    def _start_control(self, stack: contextlib.ExitStack) -> NodeService:
         from alloy_agent.control import ControlServer
         from alloy_agent.daemon.service import NodeService
 
@@ -303,6 +312,57 @@ class Daemon:
         server.start()
         stack.callback(server.stop)
         LOG.info("serving", extra={"what": "control", "addresses": [f"unix:{path}"]})
+        return service
+
+    def _start_brain(self, stack: contextlib.ExitStack, service: NodeService) -> None:
+        """Dial the brain that the settings name; what it asks is done by the socket's service."""
+        settings = self.settings.brain
+        if settings.address is None or self.node.degraded:
+            return
+        from alloy_agent.control import answer
+        from alloy_agent.uplink.client import Uplink
+        from alloy_agent.uplink.outbox import Outbox
+
+        store = self.node.store
+        outbox = Outbox(store, self.node.name, clock.boot_id(), settings.outbox_records)
+        self.uplink = Uplink(
+            settings,
+            outbox,
+            self._hello,
+            self.feed.state,
+            lambda command, emit: answer(service, command, emit),
+            self._on_defect,
+        )
+        self.feed.forward(outbox.add, self.uplink.offer)
+        self._add_loop("telemetry", 1.0 / settings.rate_hz, self.tick_telemetry)
+        self.uplink.start()
+        stack.callback(self.uplink.stop)
+        LOG.info("dialling", extra={"brain": settings.address})
+
+    def _hello(self) -> pb.Hello:
+        """Return who this node is."""
+        from alloy_agent.leases import Ledger
+        from alloy_agent.uplink import codec
+
+        capabilities = []
+        for worker in self.node.workers:
+            with contextlib.suppress(AlloyError):  # it is down; snapshots say so
+                capabilities.append(worker.capabilities())
+        return codec.hello(
+            node=self.node.name,
+            cluster="",
+            boot_id=clock.boot_id(),
+            agent_version=__version__,
+            capabilities=capabilities,
+            ledger=Ledger() if self.desk is None else self.desk.ledger,
+            now_s=clock.boottime_s(),
+        )
+
+    def tick_telemetry(self) -> None:
+        """Offer the brain one sample of the node; only the newest counts."""
+        sample = self.feed.sample()
+        if sample is not None and self.uplink is not None:
+            self.uplink.offer(sample)
 
     def _start_loops(self, stack: contextlib.ExitStack) -> None:
         self._add_loop("observe", self.settings.observe.period_s, self.tick_observe)
