@@ -114,6 +114,9 @@ def judge(step: Step, before: Before, now: tuple[Observation, ...]) -> ReadBack:
         why = "; ".join(f"{reason} of {device} is half-made" for device, reason in sorted(half))
         return ReadBack(Outcome.PARTLY, (), _sorted(gone), why)
     match step:
+        case Destroy() if not step.partition.incarnation and set(before.half) <= set(after.half):
+            # Aimed at a half-made piece, which shows no identity: done when one less is there.
+            return ReadBack(Outcome.UNTOUCHED, (), (), f"{step.partition.id} is still half-made")
         case Create():
             return _created(step, now, made, gone, untouched=after == before)
         case Destroy():

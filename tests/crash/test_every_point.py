@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from alloy_agent.errors import BackendError
 from alloy_agent.model import PartitionId
 from alloy_agent.reconciler.readback import ref
 from tests.fakes.bench import BOOT, Machine, Mortal, SimulatedDeath
@@ -99,6 +100,48 @@ def test_the_transition_is_long(tmp_path: Path) -> None:
     kinds = {name.removeprefix("before ").removeprefix("after ") for name in mortal.names}
     assert {"write", "commit", "create_compute", "destroy_instance", "quiesce"} <= kinds
     assert mortal.count > 100
+
+
+def failing(machine: Machine, folder: Path, mortal: Mortal) -> None:
+    """Live one life in which the change fails half way and is rolled back, and maybe die in it."""
+    node = None
+    with contextlib.suppress(SimulatedDeath):
+        try:
+            node = Node(machine, folder, mortal)
+            plan = node.plan(WANTED)
+            machine.fail("create_compute", *[None] * 4, BackendError("insufficient resources"))
+            assert node.reconciler.apply(plan).outcome == "rolled_back"
+        finally:
+            machine.failures.clear()
+            if node is not None:
+                node.__exit__()
+
+
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_death_while_rolling_back_recovers(stride: int, tmp_path: Path) -> None:
+    """Killed while rolling back, the next start ends at one layout or the other, whole."""
+    mortal = Mortal()
+    failing(prepared(tmp_path / "dry"), tmp_path / "dry", mortal)
+    assert mortal.count > 150
+    back = 0
+    for moment in range(1, mortal.count + 1, stride):
+        folder = tmp_path / str(moment)
+        machine = prepared(folder)
+        failing(machine, folder, Mortal(moment))
+        with Node(machine, folder) as node:
+            node.reconciler.recover()
+            assert node.store.unfinished() is None, moment
+            living = node.observer.observe().partitions
+            assert node.store.managed() == {p.id: p.incarnation for p in living}, moment
+            desired = node.store.desired()
+            assert desired is not None
+            kept = next(p for p in living if p.id == KEPT)
+            assert kept.incarnation == "MIG-1", moment
+        wanted = {d: [(s, p, True) for s, p in pieces] for d, pieces in WANTED.items()}
+        start = {d: [(s, p, True) for s, p in pieces] for d, pieces in START.items()}
+        assert machine.shape() in (start, wanted), moment
+        back += machine.shape() == start
+    assert back > mortal.count // stride // 2
 
 
 @pytest.mark.parametrize("second", [3, 9, 14, 23, 37])
