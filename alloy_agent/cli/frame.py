@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with 2."""
-        self.exit(REFUSED, f"alloy-agent: {message}: see '{self.prog} --help'\n")
+        self.exit(REFUSED, f"alloy-agent: {_one_line(message)}: see '{self.prog} --help'\n")
 
 
 def add_globals(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +82,13 @@ def _close_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _one_line(text: str) -> str:
+    """Return a text as one line that any terminal takes; arguments may be any bytes."""
+    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+
+
 def _say(line: str) -> None:
-    print(f"alloy-agent: {' '.join(line.split())}", file=sys.stderr)
+    print(f"alloy-agent: {_one_line(line)}", file=sys.stderr)
 
 
 def _refused(error: AlloyError, command: str) -> int:

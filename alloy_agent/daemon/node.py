@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 DEFAULT_TENANT = "local"
+NOWHERE = "/nonexistent/alloy"  # read-only, a state directory that is not there is an empty one
 
 
 class Node:
@@ -197,7 +198,7 @@ class Node:
             self.notes.append(
                 f"{path} is not readable for this user: generations and tenants are not known"
             )
-            return Store.open(path / "nothing", read_only=True)
+            return Store.open(NOWHERE, read_only=True)
 
     def degrade(self, reason: str) -> None:
         """Stop every change, for `reason`; observation goes on."""
