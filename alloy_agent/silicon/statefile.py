@@ -50,6 +50,8 @@ class StateFile:
             state = msgspec.json.decode(content, type=MachineState)
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise self._damaged(str(error)) from error
+        if not state.devices:
+            raise self._damaged("it holds no devices")
         if state.version != STATE_VERSION:
             raise self._damaged(f"version {state.version}, this agent knows {STATE_VERSION}")
         unknown = next((d.board for d in state.devices if d.board not in BOARDS), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alloy_agent.errors import ConfigError
@@ -281,6 +281,7 @@ def test_a_killed_writer_leaves_a_whole_state(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=300))
+@example(b"{}")
 def test_a_damaged_state_is_one_line(tmp_path_factory: pytest.TempPathFactory, junk: bytes) -> None:
     """Whatever stands in the state file, it opens or says in one line what to do."""
     directory = tmp_path_factory.mktemp("state")
