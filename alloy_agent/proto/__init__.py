@@ -1,4 +1,5 @@
-"""The wire: code generated from `proto/` by `scripts/generate_proto.py`, and what both ends agree on (`keepalive`).
+"""The wire: generated code, and what both ends agree on (`keepalive`, `failures`).
 
-Nothing is imported here: protobuf takes time to load, and commands that never touch the wire do not pay for it.
+`scripts/generate_proto.py` makes the `*_pb2*` files from `proto/`. Nothing is imported here:
+protobuf takes time to load, and commands that never touch the wire do not pay for it.
 """
