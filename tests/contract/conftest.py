@@ -19,8 +19,11 @@ import pytest
 from alloy_agent.backends.base import Backend
 from alloy_agent.backends.cpu import CpuBackend
 from alloy_agent.backends.fake import FakeBackend
+from alloy_agent.backends.nvidia import NvidiaBackend
+from alloy_agent.backends.nvidia import open_backend as open_nvidia
 from alloy_agent.model import Destroy, DeviceId, Partition
 from alloy_agent.silicon.state import Client
+from tests.fakes.nvml import FakeNvml, write_root
 from tests.host.fake_kernel import FakeHost
 
 
@@ -104,6 +107,48 @@ def _cpu(kind: str) -> Callable[[Path], Subject]:
     return factory
 
 
+def _nvidia(spec: str, **traits: Any) -> Callable[[Path], Subject]:
+    """Return a factory of the NVIDIA backend over a stand-in of its library."""
+
+    def factory(directory: Path) -> Subject:
+        options: dict[str, Any] = {"specs": [spec], "state_dir": str(directory), **traits}
+
+        def opened() -> NvidiaBackend:
+            return open_nvidia(
+                {
+                    "library": "tests.fakes.nvml:open_library",
+                    "library_options": options,
+                    "root": str(directory / "root"),
+                }
+            )
+
+        backend = opened()
+        library: FakeNvml = backend.nvml.module.nvmlLib
+        machine = library.machine
+        write_root(machine, directory / "root")
+
+        def occupy(partition: Partition) -> Callable[[], None]:
+            instance = partition.locator.get("gi")
+            machine.start_process(
+                Client(
+                    pid=4242,
+                    device=partition.device,
+                    instance=None if instance is None else int(instance),
+                )
+            )
+            return lambda: machine.stop_process(4242)
+
+        return Subject(
+            backend=backend,
+            reopen=opened,
+            lose=lambda device: machine.inject_event(device, "xid:79"),
+            occupy=occupy,
+            handles=lambda device: machine.open_handles(device) + backend.open_count(device),
+        )
+
+    return factory
+
+
 class _TidyCpu(CpuBackend):
     """The CPU backend on this very host; removes all that the test made when it is closed."""
 
@@ -137,6 +182,12 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
             "trn2.3xlarge",
         )
     },
+    **{f"nvidia-{spec}": _nvidia(spec) for spec in ("2xA100-SXM4-40GB", "2xH100", "1xA30")},
+    "nvidia-vanishing": _nvidia("2xH200", vanish=True),
+    "nvidia-old-driver": _nvidia(
+        "2xA100-SXM4-40GB",
+        missing=("*InfoV", "nvmlGpm*", "*Fabric*", "*Margin*", "nvmlDeviceGetMemoryInfo_v2"),
+    ),
     **{f"cpu-{kind}": _cpu(kind) for kind in ("v1", "v2", "hybrid")},
     THIS_HOST: _this_host,
 }

@@ -1,0 +1,205 @@
+"""The facts that checks of a GPU need; names as every backend reports them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from alloy_agent.backends.nvidia.gpu import Gpu
+from alloy_agent.backends.nvidia.instances import Piece
+from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
+from alloy_agent.backends.nvidia.view import piece_id
+from alloy_agent.model import Device, Fact, Json, Partition, Quality
+
+GEOMETRY: Final = "nvmlDeviceGetGpuInstances, nvmlGpuInstanceGetInfo"
+PROCESSES: Final = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
+FENCE: Final = "/proc/<pid>: cgroup, device rules, /dev, capabilities"
+# Oldest driver that knows the architecture's MIG. Source: MIG User Guide, "Supported GPUs".
+FLOORS: Final[dict[int, str]] = {7: "450.80.02", 9: "525.53", 10: "570.133.20"}
+
+Process = tuple[int, int | None, int | None]  # pid, GPU instance, bytes
+
+
+class Facts:
+    """Collects the facts of one reading."""
+
+    def __init__(self) -> None:
+        self.found: list[Fact] = []
+        self._now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def add(self, subject: str, name: str, value: Json, method: str) -> None:
+        """Add what was seen."""
+        self.found.append(
+            Fact(subject=subject, name=name, value=value, method=method, read_at_s=self._now_s)
+        )
+
+    def absent(
+        self,
+        subject: str,
+        name: str,
+        reason: str,
+        method: str,
+        quality: Quality = Quality.NOT_SUPPORTED,
+    ) -> None:
+        """Add that there is nothing to see, and why."""
+        self.found.append(
+            Fact(
+                subject=subject,
+                name=name,
+                quality=quality,
+                reason=reason,
+                method=method,
+                read_at_s=self._now_s,
+            )
+        )
+
+
+class Reading(NamedTuple):
+    """One GPU as it was read for one set of facts."""
+
+    gpu: Gpu
+    seen: Device
+    partitions: tuple[Partition, ...]
+    pieces: tuple[Piece, ...]
+    proc: Path
+
+
+def collect(reading: Reading) -> tuple[Fact, ...]:
+    """Return all facts of one GPU and its partitions."""
+    facts = Facts()
+    processes = reading.gpu.processes()
+    places = _places(processes, reading.partitions)
+    _device_facts(facts, reading)
+    _clients_fact(facts, reading, places)
+    for partition in reading.partitions:
+        inside = [process for process in processes if places[process[0]] == partition.id]
+        piece = next((p for p in reading.pieces if piece_id(reading.gpu, p) == partition.id), None)
+        _partition_facts(facts, partition, inside, reading.proc)
+        _memory_fact(facts, partition, piece, inside)
+        if piece is not None:
+            facts.add(partition.id, "mig.instance", _mig(piece), GEOMETRY)
+    return tuple(facts.found)
+
+
+def _places(processes: tuple[Process, ...], partitions: tuple[Partition, ...]) -> dict[int, str]:
+    """Return, by pid, the partition that a process works in; "" is in none."""
+    by_instance = {p.locator.get("gi"): str(p.id) for p in partitions}
+    return {
+        pid: by_instance.get(None if instance is None else str(instance), "")
+        for pid, instance, _ in processes
+    }
+
+
+def _device_facts(facts: Facts, reading: Reading) -> None:
+    gpu, seen = reading.gpu, reading.seen
+    geometry: list[Json] = [
+        {
+            "id": str(partition.id),
+            "profile": partition.profile,
+            "start": partition.placement.start,
+            "size": partition.placement.size,
+            "incarnation": partition.incarnation,
+        }
+        for partition in reading.partitions
+    ]
+    facts.add(gpu.id, "device.geometry", geometry, GEOMETRY)
+    modes: dict[str, Json] = {
+        mode.kind.value: {"current": mode.current, "pending": mode.pending} for mode in seen.modes
+    }
+    facts.add(gpu.id, "device.modes", modes, "nvmlDeviceGetMigMode")
+    if seen.driver:
+        facts.add(gpu.id, "driver.version", seen.driver, "nvmlSystemGetDriverVersion")
+    architecture = gpu.maybe("nvmlDeviceGetArchitecture")
+    floor = FLOORS.get(-1 if architecture is None else int(architecture))
+    if floor:
+        facts.add(gpu.id, "driver.floor", floor, "table of architectures")
+    else:
+        reason = "no oldest safe driver is known for this GPU"
+        facts.absent(gpu.id, "driver.floor", reason, "table of architectures")
+
+
+def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> None:
+    clients: list[Json] = [
+        {
+            "pid": pid,
+            "comm": name_of(reading.proc, pid),
+            "partition": place,
+            "granted": bool(place),
+            "monitor": False,
+        }
+        for pid, place in places.items()
+    ]
+    facts.add(reading.gpu.id, "device.clients", clients, PROCESSES)
+
+
+def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], proc: Path) -> None:
+    facts.add(partition.id, "partition.exists", True, GEOMETRY)
+    processes: list[Json] = [
+        {
+            "pid": pid,
+            "comm": name_of(proc, pid),
+            "memory_bytes": used,
+            "nodes": list(open_nodes(proc, pid)),
+        }
+        for pid, _, used in inside
+    ]
+    facts.add(partition.id, "partition.processes", processes, PROCESSES)
+    own: list[Json] = list(own_nodes(partition))
+    if own:
+        facts.add(partition.id, "partition.own_nodes", own, "mig-minors")
+    else:
+        reason = "the driver's list of capability nodes cannot be read"
+        facts.absent(partition.id, "partition.own_nodes", reason, "mig-minors")
+    _fence_fact(facts, partition, inside, proc)
+
+
+def own_nodes(partition: Partition) -> tuple[str, ...]:
+    """Return the device nodes that no neighbour may open."""
+    nodes = partition.access.device_nodes
+    if "gi" in partition.locator:
+        return tuple(node for node in nodes if node.startswith("/dev/nvidia-caps/"))
+    return tuple(node for node in nodes[:1] if node.removeprefix("/dev/nvidia").isdecimal())
+
+
+def _fence_fact(facts: Facts, partition: Partition, inside: list[Process], proc: Path) -> None:
+    """Add the weakest fence among the processes inside: one that is not held is none."""
+    if not inside:
+        reason = "no process is inside, so there is no fence to look at"
+        facts.absent(partition.id, "cgroup.device_fence", reason, FENCE)
+        return
+    fences = [fence_of(proc, pid) for pid, _, _ in inside]
+    unknown = next((fence.unknown for fence in fences if fence.unknown), "")
+    if unknown:
+        facts.absent(partition.id, "cgroup.device_fence", unknown, FENCE, Quality.NOT_PERMITTED)
+        return
+    held = all(fence.by for fence in fences)
+    by = "; ".join(sorted({fence.by for fence in fences})) if held else ""
+    allowed: list[Json] = sorted({node for fence in fences for node in fence.allowed})
+    facts.add(partition.id, "cgroup.device_fence", {"by": by, "allowed": allowed}, FENCE)
+
+
+def _memory_fact(
+    facts: Facts, partition: Partition, piece: Piece | None, inside: list[Process]
+) -> None:
+    if any(used is None for _, _, used in inside):
+        reason = "the driver does not tell the memory of every process"
+        facts.absent(partition.id, "partition.memory", reason, PROCESSES)
+        return
+    value: Json = {
+        "limit_bytes": partition.memory_bytes,
+        "used_bytes": sum(used or 0 for _, _, used in inside),
+        "enforced_by": "instance" if piece is not None else "device",
+    }
+    facts.add(partition.id, "partition.memory", value, PROCESSES)
+
+
+def _mig(piece: Piece) -> Json:
+    first = piece.compute[0] if piece.compute else None
+    return {
+        "uuid": "" if first is None else first.uuid,
+        "gpu_instance": piece.ident,
+        "instance_slices": piece.shape.compute_slices,
+        "compute_instances": len(piece.compute),
+        "compute_slices": 0 if first is None else first.slices,
+    }

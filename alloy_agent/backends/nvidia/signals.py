@@ -1,0 +1,392 @@
+"""The fast signals of one GPU: one batch of field values, memory, and GPM where there is any.
+
+A tick makes one call for the counters (`nvmlDeviceGetFieldValues`: per-field error and time
+stamp). What renews more slowly is read at its own pace and its last value is put again with its
+own source time: GPM needs 100 ms between two samples, error counters once a second are enough.
+
+Handles: GPM buffers and MIG device handles are held between ticks, and only here; `release` lets go
+of them. A MIG handle is checked by UUID whenever it is used, since it may come to mean a successor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from alloy_agent.backends.base import SignalSink
+from alloy_agent.backends.nvidia.gpu import Gpu, field_number
+from alloy_agent.backends.nvidia.instances import Piece
+from alloy_agent.backends.nvidia.library import (
+    ABSENT,
+    GONE,
+    LOST,
+    NO_PERMISSION,
+    NvmlCallError,
+)
+from alloy_agent.model import Partition, Quality, Scope, SignalSpec
+
+MEMORY_V2: Final = 0x02000028  # nvml.h: nvmlMemory_v2
+GPM_SM_UTIL: Final = 2  # nvml.h: NVML_GPM_METRIC_*
+GPM_DRAM_BW_UTIL: Final = 10
+# Source: nvml.h, nvmlGpmMetricsGet: samples are at least 100 ms apart.
+GPM_PERIOD_S: Final = 0.1
+MEMORY_PERIOD_S: Final = 0.1
+COUNTER_PERIOD_S: Final = 0.02
+SLOW_PERIOD_S: Final = 1.0
+FIELD_TIME_MAX_S: Final = 3600.0  # a time stamp farther off than this is not believed
+
+ENERGY: Final = 83
+POWER: Final = 186
+THROTTLES: Final = (74, 76, 269, 270, 271)  # nanoseconds each, nvml.h
+ECC_CORRECTED: Final = 3
+ECC_UNCORRECTED: Final = 4
+ECC_CORRECTED_AGGREGATE: Final = 5
+ECC_UNCORRECTED_AGGREGATE: Final = 6
+PCIE_REPLAY: Final = 94
+RECOVERY: Final = 230
+FAST: Final = (ENERGY, POWER, *THROTTLES)
+SLOW: Final = (
+    ECC_CORRECTED,
+    ECC_UNCORRECTED,
+    ECC_CORRECTED_AGGREGATE,
+    ECC_UNCORRECTED_AGGREGATE,
+    PCIE_REPLAY,
+    RECOVERY,
+)
+
+# name, unit, counter, period
+_DEVICE: Final = (
+    ("alloy_device_memory_used_bytes", "bytes", False, MEMORY_PERIOD_S),
+    ("alloy_device_power_watts", "watts", False, COUNTER_PERIOD_S),
+    ("alloy_device_energy_joules_total", "joules", True, COUNTER_PERIOD_S),
+    ("alloy_device_temperature_headroom_celsius", "celsius", False, SLOW_PERIOD_S),
+    ("alloy_device_throttle_seconds_total", "seconds", True, COUNTER_PERIOD_S),
+    ("alloy_device_ecc_corrected_total", "errors", True, SLOW_PERIOD_S),
+    ("alloy_device_ecc_uncorrected_total", "errors", True, SLOW_PERIOD_S),
+    ("alloy_device_pcie_replays_total", "replays", True, SLOW_PERIOD_S),
+    ("alloy_device_recovery_action", "action", False, SLOW_PERIOD_S),
+)
+_PARTITION: Final = (
+    ("alloy_partition_compute_active_ratio", "ratio", False, GPM_PERIOD_S),
+    ("alloy_partition_memory_used_bytes", "bytes", False, MEMORY_PERIOD_S),
+    ("alloy_partition_memory_bandwidth_active_ratio", "ratio", False, GPM_PERIOD_S),
+)
+_MEMORY, _POWER, _ENERGY, _HEADROOM, _THROTTLE, _ECC_C, _ECC_U, _REPLAY, _ACTION = range(9)
+_ACTIVE, _USED, _BANDWIDTH = range(3)
+
+
+def specs_of(gpu: Gpu, partitions: tuple[Partition, ...]) -> tuple[SignalSpec, ...]:
+    """Return the columns of a GPU and its partitions."""
+    rows = [(str(gpu.id), Scope.DEVICE, row) for row in _DEVICE]
+    for partition in partitions:
+        rows += [(str(partition.id), Scope.PARTITION, row) for row in _PARTITION]
+    return tuple(
+        SignalSpec(
+            name=name,
+            subject=subject,
+            scope=scope,
+            unit=unit,
+            counter=counter,
+            source=_source(name),
+            refresh_period_s=period_s,
+        )
+        for subject, scope, (name, unit, counter, period_s) in rows
+    )
+
+
+def _source(name: str) -> str:
+    if name.endswith("active_ratio"):
+        return "nvml gpm"
+    if "memory_used" in name:
+        return "nvml memory info"
+    return "nvml margin temperature" if "headroom" in name else "nvml field values"
+
+
+class _Cell:
+    """The last reading of one slot."""
+
+    __slots__ = ("quality", "source_s", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.quality = Quality.NOT_SUPPORTED
+        self.source_s: float | None = None
+
+    def set(self, value: float | None, now_s: float) -> None:
+        """Store a value, or that the source does not tell it."""
+        if value is None:
+            self.quality = Quality.NOT_SUPPORTED
+            return
+        self.value, self.quality, self.source_s = value, Quality.VALUE, now_s
+
+    def lose(self, quality: Quality) -> None:
+        """Store that there is no value now."""
+        self.quality = quality
+
+
+class _Seat:
+    """One partition's slots and what is held to read them."""
+
+    def __init__(self, partition: Partition, cells: list[_Cell]) -> None:
+        self.partition = partition
+        self.cells = cells
+        self.instance = int(partition.locator["gi"]) if "gi" in partition.locator else None
+        self.mig: Any = None
+        self.older: Any = None
+        self.newer: Any = None
+        self.newer_s = 0.0
+        self.gone = False
+
+
+class Sampler:
+    """Fills the slots of one GPU. Used by one thread at a time."""
+
+    def __init__(self, gpu: Gpu, partitions: tuple[Partition, ...]) -> None:
+        self._gpu = gpu
+        self.specs = specs_of(gpu, partitions)
+        self._cells = [_Cell() for _ in self.specs]
+        device, width = len(_DEVICE), len(_PARTITION)
+        self._device = self._cells[:device]
+        self._seats = [
+            _Seat(partition, self._cells[device + n * width : device + (n + 1) * width])
+            for n, partition in enumerate(partitions)
+        ]
+        self._due: dict[str, float] = {}
+        self._bound = False
+        self._metrics: Any = None
+        self._clock_shift_s = time.time() - _boot_s()
+        self._headroom: Callable[[], float | None] | None = None
+
+    def fill(self, sink: SignalSink) -> None:
+        """Read what is due and put every slot.
+
+        Raises:
+            NvmlCallError: The GPU has gone.
+        """
+        now_s = _boot_s()
+        if not self._bound:
+            self._bind()
+        self._fields(FAST, now_s)
+        if self._is_due("memory", now_s, MEMORY_PERIOD_S):
+            self._memory(now_s)
+        if self._is_due("slow", now_s, SLOW_PERIOD_S):
+            self._clock_shift_s = time.time() - _boot_s()
+            self._fields(SLOW, now_s)
+            self._device[_HEADROOM].set(self._read_headroom(), now_s)
+        for seat in self._seats:
+            self._activity(seat, now_s)
+        put = sink.put
+        for slot, cell in enumerate(self._cells):
+            put(slot, cell.value, cell.quality, cell.source_s)
+
+    def _is_due(self, what: str, now_s: float, period_s: float) -> bool:
+        if now_s < self._due.get(what, 0.0):
+            return False
+        self._due[what] = now_s + period_s
+        return True
+
+    # --- handles ---
+
+    def _bind(self) -> None:
+        pieces = {}
+        if any(seat.instance is not None for seat in self._seats):
+            pieces = {piece.incarnation: piece for piece in self._gpu.pieces() if piece.compute}
+        for seat in self._seats:
+            if seat.instance is None:
+                continue
+            piece = pieces.get(seat.partition.incarnation)
+            if piece is None:
+                self._gone(seat)
+            else:
+                seat.mig = self._gpu.mig_handle(piece)
+        self._bound = True
+
+    def handles(self) -> int:
+        """Return how many vendor handles are held."""
+        return sum(
+            held is not None for seat in self._seats for held in (seat.mig, seat.older, seat.newer)
+        )
+
+    def release(self) -> None:
+        """Let go of every handle."""
+        for seat in self._seats:
+            self._let_go(seat)
+        self._bound = False
+        self._due.clear()
+
+    def _let_go(self, seat: _Seat) -> None:
+        seat.mig = None
+        for sample in (seat.older, seat.newer):
+            if sample is not None:
+                try:
+                    self._gpu.nvml.call("nvmlGpmSampleFree", sample)
+                except NvmlCallError:
+                    continue  # the library was shut down: nothing is left to free
+        seat.older = seat.newer = None
+
+    def _gone(self, seat: _Seat) -> None:
+        seat.gone = True
+        self._let_go(seat)
+        for cell in seat.cells:
+            cell.lose(Quality.STALE)
+
+    # --- readings ---
+
+    def _fields(self, fields: tuple[int, ...], now_s: float) -> None:
+        values = self._gpu.maybe("nvmlDeviceGetFieldValues", fields)
+        found: dict[int, float] = {}
+        source_s = now_s
+        for value in values or ():
+            if value.nvmlReturn != 0:
+                continue
+            number = field_number(value)
+            if number is not None:
+                found[int(value.fieldId)] = number
+                source_s = self._source_time(int(value.timestamp), now_s)
+        if fields is FAST:
+            self._fast(found, source_s)
+        else:
+            self._slow(found, source_s)
+
+    def _source_time(self, stamp_us: int, now_s: float) -> float:
+        """Return a field's time stamp (wall, microseconds) on the boot clock."""
+        source_s = stamp_us / 1e6 - self._clock_shift_s
+        return source_s if abs(now_s - source_s) < FIELD_TIME_MAX_S else now_s
+
+    def _fast(self, found: dict[int, float], source_s: float) -> None:
+        energy_mj, power_mw = found.get(ENERGY), found.get(POWER)
+        if energy_mj is None:
+            energy_mj = self._gpu.maybe("nvmlDeviceGetTotalEnergyConsumption")
+        if power_mw is None:
+            power_mw = self._gpu.maybe("nvmlDeviceGetPowerUsage")
+        throttles = [found[field] for field in THROTTLES if field in found]
+        cells = self._device
+        cells[_ENERGY].set(None if energy_mj is None else energy_mj / 1e3, source_s)
+        cells[_POWER].set(None if power_mw is None else power_mw / 1e3, source_s)
+        cells[_THROTTLE].set(sum(throttles) / 1e9 if throttles else None, source_s)
+
+    def _slow(self, found: dict[int, float], source_s: float) -> None:
+        cells = self._device
+        corrected = found.get(ECC_CORRECTED, found.get(ECC_CORRECTED_AGGREGATE))
+        uncorrected = found.get(ECC_UNCORRECTED, found.get(ECC_UNCORRECTED_AGGREGATE))
+        cells[_ECC_C].set(corrected, source_s)
+        cells[_ECC_U].set(uncorrected, source_s)
+        cells[_REPLAY].set(found.get(PCIE_REPLAY), source_s)
+        cells[_ACTION].set(found.get(RECOVERY), source_s)
+
+    def _read_headroom(self) -> float | None:
+        if self._headroom is None:
+            self._headroom = self._margin
+        value = self._headroom()
+        if value is None and self._headroom == self._margin:
+            self._headroom = self._below_threshold
+            value = self._headroom()
+        return value
+
+    def _margin(self) -> float | None:
+        margin = self._gpu.maybe("nvmlDeviceGetMarginTemperature")
+        return None if margin is None else float(margin)
+
+    def _below_threshold(self) -> float | None:
+        """Return the distance to the slow-down temperature, as older drivers tell it."""
+        temperature = self._gpu.maybe("nvmlDeviceGetTemperature", 0)
+        limit = self._gpu.maybe("nvmlDeviceGetTemperatureThreshold", 1)
+        if temperature is None or limit is None or temperature > 255:
+            return None
+        return float(limit) - float(temperature)
+
+    def _memory(self, now_s: float) -> None:
+        used = self._used(None)
+        self._device[_MEMORY].set(used, now_s)
+        for seat in self._seats:
+            if seat.gone:
+                continue
+            if seat.instance is None:
+                seat.cells[_USED].set(used, now_s)
+            elif seat.mig is not None:
+                self._memory_of(seat, now_s)
+
+    def _memory_of(self, seat: _Seat, now_s: float) -> None:
+        nvml = self._gpu.nvml
+        try:
+            uuid = nvml.call("nvmlDeviceGetUUID", seat.mig)
+            if uuid not in seat.partition.incarnation.split("+"):
+                self._gone(seat)
+                return
+            seat.cells[_USED].set(self._used(seat.mig), now_s)
+        except NvmlCallError as failure:
+            if failure.code in LOST:
+                raise
+            if failure.code in GONE:
+                self._gone(seat)
+            else:
+                seat.cells[_USED].lose(_quality(failure))
+
+    def _used(self, handle: Any) -> float | None:
+        """Return used bytes; without what the driver keeps for itself where it tells that apart."""
+        nvml = self._gpu.nvml
+        target = self._gpu.handle() if handle is None else handle
+        memory = nvml.maybe("nvmlDeviceGetMemoryInfo", target, version=MEMORY_V2)
+        if memory is None:
+            memory = nvml.maybe("nvmlDeviceGetMemoryInfo", target)
+        return None if memory is None else float(memory.used)
+
+    def _activity(self, seat: _Seat, now_s: float) -> None:
+        """Take a GPM sample when the last one is old enough, and compare the two."""
+        if seat.gone or not self._gpu.identity().gpm:
+            return
+        if seat.newer is not None and now_s - seat.newer_s < GPM_PERIOD_S:
+            return
+        nvml = self._gpu.nvml
+        try:
+            sample = seat.older or nvml.call("nvmlGpmSampleAlloc")
+            seat.older = sample
+            if seat.instance is None:
+                self._gpu.call("nvmlGpmSampleGet", sample)
+            else:
+                self._gpu.call("nvmlGpmMigSampleGet", seat.instance, sample)
+            seat.older, seat.newer, seat.newer_s = seat.newer, sample, now_s
+            if seat.older is not None:
+                self._compare(seat, now_s)
+        except NvmlCallError as failure:
+            if failure.code in LOST:
+                raise
+            if failure.code in GONE:
+                self._gone(seat)
+                return
+            for slot in (_ACTIVE, _BANDWIDTH):
+                seat.cells[slot].lose(_quality(failure))
+
+    def _compare(self, seat: _Seat, now_s: float) -> None:
+        module = self._gpu.nvml.module
+        request = self._metrics
+        if request is None:
+            request = self._metrics = module.c_nvmlGpmMetricsGet_t()
+        request.version = module.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = 2
+        request.sample1, request.sample2 = seat.older, seat.newer
+        request.metrics[0].metricId = GPM_SM_UTIL
+        request.metrics[1].metricId = GPM_DRAM_BW_UTIL
+        self._gpu.nvml.call("nvmlGpmMetricsGet", request)
+        for position, slot in ((0, _ACTIVE), (1, _BANDWIDTH)):
+            metric = request.metrics[position]
+            value = float(metric.value) / 100 if metric.nvmlReturn == 0 else None
+            if value is not None and not value >= 0:  # NaN too
+                value = None
+            seat.cells[slot].set(None if value is None else min(1.0, value), now_s)
+
+
+def _quality(failure: NvmlCallError) -> Quality:
+    if failure.code == NO_PERMISSION:
+        return Quality.NOT_PERMITTED
+    return Quality.NOT_SUPPORTED if failure.code in ABSENT else Quality.STALE
+
+
+def _boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def instances_of(pieces: tuple[Piece, ...]) -> tuple[str, ...]:
+    """Return the incarnations of the pieces, for comparing two readings."""
+    return tuple(piece.incarnation for piece in pieces)

@@ -1,0 +1,254 @@
+"""A GPU in the nouns of the agent: device, partitions, faults, links."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Final
+
+from alloy_agent.backends.nvidia.gpu import AMPERE, Gpu, Identity
+from alloy_agent.backends.nvidia.instances import Piece
+from alloy_agent.backends.nvidia.library import LOST, NvmlCallError
+from alloy_agent.model import (
+    HALF_MADE,
+    Access,
+    Device,
+    DeviceFault,
+    Mode,
+    ModeChange,
+    ModeKind,
+    Partition,
+    PartitionId,
+    Placement,
+    Scheme,
+    Tier,
+    TierLimit,
+    Vendor,
+)
+
+NAME: Final = "nvidia"
+COMMON_NODES: Final = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+MIG_LIMIT: Final = TierLimit(
+    way="mig",
+    tier=Tier.HARD,
+    reason="memory, compute and faults are cut in hardware; TLB, PCIe and power are shared",
+)
+WHOLE_LIMIT: Final = TierLimit(
+    way="whole", tier=Tier.HARD, reason="a whole GPU behind its own device node"
+)
+RECOVERY_FIELD: Final = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+# Source: nvml.h, nvmlDeviceGpuRecoveryAction_t.
+RECOVERY: Final[dict[int, str]] = {
+    1: "reset the GPU",
+    2: "restart the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain the GPU, then reset it",
+    5: "recover the IMEX domain",
+}
+
+
+class CapsMinors:
+    """The minor numbers of `/dev/nvidia-caps`, fixed while the driver is loaded."""
+
+    def __init__(self, root: Path) -> None:
+        self._file = root / "proc/driver/nvidia-caps/mig-minors"
+        self._minors: dict[str, int] | None = None
+
+    def nodes(self, gpu: int, piece: Piece) -> tuple[str, ...]:
+        """Return the capability nodes of an instance and its compute instances."""
+        keys = [f"gpu{gpu}/gi{piece.ident}/access"]
+        keys += [f"gpu{gpu}/gi{piece.ident}/ci{compute.ident}/access" for compute in piece.compute]
+        table = self._table()
+        return tuple(f"/dev/nvidia-caps/nvidia-cap{table[key]}" for key in keys if key in table)
+
+    def _table(self) -> dict[str, int]:
+        if self._minors is None:
+            found = {}
+            try:
+                for line in self._file.read_text().splitlines():
+                    name, _, number = line.rpartition(" ")
+                    if number.isdecimal():
+                        found[name] = int(number)
+            except OSError:
+                return {}
+            self._minors = found
+        return self._minors
+
+
+def device(gpu: Gpu, driver: str) -> Device:
+    """Return the GPU as it is now."""
+    known = gpu.identity()
+    mig = gpu.mig() if known.mig_capable else None
+    modes = () if mig is None else (_mode(mig, known),)
+    slices = max((s.profile.size + max(s.profile.starts) for s in known.shapes), default=1)
+    computed = any(not shape.named for shape in known.shapes)
+    return Device(
+        id=gpu.id,
+        vendor=Vendor.NVIDIA,
+        model=known.name,
+        backend=NAME,
+        scheme=Scheme.INSTANCES if known.mig_capable else Scheme.WHOLE,
+        slices=slices,
+        slice_name="memory slice" if known.mig_capable else "GPU",
+        index=gpu.index,
+        bus=known.bus,
+        pci_id=known.pci_id,
+        serial=known.serial,
+        numa_node=known.numa,
+        driver=driver or None,
+        memory_bytes=known.memory_bytes,
+        compute_units=known.multiprocessors,
+        profiles=tuple(shape.profile for shape in known.shapes),
+        modes=modes,
+        tier_limits=(MIG_LIMIT, WHOLE_LIMIT) if known.mig_capable else (WHOLE_LIMIT,),
+        fault_note="profile names are computed: this driver does not tell them" if computed else "",
+    )
+
+
+def _mode(mig: tuple[bool, bool], known: Identity) -> Mode:
+    current, pending = mig
+    return Mode(
+        kind=ModeKind.MIG,
+        current=_word(current),
+        pending=_word(pending) if pending != current else None,
+        available=("on", "off"),
+        change=ModeChange.NOW if known.resetless else ModeChange.DEVICE_RESET,
+    )
+
+
+def _word(on: bool) -> str:
+    return "on" if on else "off"
+
+
+def mig_on(seen: Device) -> bool:
+    """Whether the device is in MIG mode."""
+    return any(mode.kind is ModeKind.MIG and mode.current == "on" for mode in seen.modes)
+
+
+def partitions(
+    gpu: Gpu, seen: Device, pieces: tuple[Piece, ...], caps: CapsMinors
+) -> tuple[Partition, ...]:
+    """Return the instances that can be used, or the whole GPU while MIG is off."""
+    if not mig_on(seen):
+        return (whole(gpu, seen),)
+    return tuple(_instance(gpu, piece, caps) for piece in pieces if piece.compute)
+
+
+def parent_nodes(gpu: Gpu) -> tuple[str, ...]:
+    """Return the nodes that anyone on this GPU needs."""
+    minor = gpu.identity().minor
+    own = () if minor is None else (f"/dev/nvidia{minor}",)
+    return (*own, *COMMON_NODES)
+
+
+def whole(gpu: Gpu, seen: Device) -> Partition:
+    """Return the whole GPU as one piece."""
+    return Partition(
+        id=PartitionId(f"{gpu.id}/whole@0"),
+        device=gpu.id,
+        profile="whole",
+        placement=Placement(start=0, size=seen.slices),
+        incarnation=str(gpu.id),
+        uuid=str(gpu.id),
+        memory_bytes=seen.memory_bytes,
+        compute_units=seen.compute_units,
+        access=Access(device_nodes=parent_nodes(gpu), environment=visible(str(gpu.id))),
+    )
+
+
+def _instance(gpu: Gpu, piece: Piece, caps: CapsMinors) -> Partition:
+    profile = piece.shape.profile
+    uuids = [compute.uuid for compute in piece.compute]
+    minor = gpu.identity().minor
+    own = () if minor is None else caps.nodes(minor, piece)
+    return Partition(
+        id=piece_id(gpu, piece),
+        device=gpu.id,
+        profile=profile.name,
+        placement=piece.placement,
+        incarnation=piece.incarnation,
+        uuid=uuids[0] if len(uuids) == 1 else None,
+        memory_bytes=profile.memory_bytes,
+        compute_units=profile.compute_units,
+        locator={
+            "gi": str(piece.ident),
+            "ci": ",".join(str(compute.ident) for compute in piece.compute),
+        },
+        access=Access(
+            device_nodes=(*parent_nodes(gpu), *own), environment=visible(",".join(uuids))
+        ),
+    )
+
+
+def piece_id(gpu: Gpu, piece: Piece) -> PartitionId:
+    """Return the id of the piece at its location."""
+    return PartitionId(f"{gpu.id}/{piece.shape.profile.name}@{piece.placement.start}")
+
+
+def visible(uuids: str) -> dict[str, str]:
+    """Return the variables that show a tenant its piece and nothing else."""
+    return {"CUDA_VISIBLE_DEVICES": uuids, "NVIDIA_VISIBLE_DEVICES": uuids}
+
+
+def faults(
+    gpu: Gpu, seen: Device, pieces: tuple[Piece, ...], rows: RowsSeen
+) -> tuple[DeviceFault, ...]:
+    """Return what is wrong with the GPU now; the driver's own verdict first."""
+    found = []
+    action = gpu.field(RECOVERY_FIELD)
+    if action:
+        text = RECOVERY.get(int(action), "unknown to this agent")
+        found.append(("recovery_action", f"action {int(action)}: {text}"))
+    found += [
+        (
+            HALF_MADE,
+            f"{piece.shape.profile.name}@{piece.placement.start} without compute instance",
+        )
+        for piece in pieces
+        if not piece.compute
+    ]
+    for mode in seen.modes:
+        if mode.pending is not None and mode.change is not ModeChange.NOW:
+            found.append(("reset_required", "a mode change waits for a reset"))
+    found += rows.faults(gpu)
+    return tuple(DeviceFault(device=gpu.id, kind=kind, reason=reason) for kind, reason in found)
+
+
+class RowsSeen:
+    """Row remapping: unreadable while instances live, so the last answer is remembered."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[bool, bool]] = {}
+
+    def faults(self, gpu: Gpu) -> list[tuple[str, str]]:
+        """Return what is wrong with the GPU's memory rows, as far as it is known."""
+        try:
+            rows = gpu.maybe("nvmlDeviceGetRemappedRows")
+        except NvmlCallError as failure:
+            if failure.code in LOST:
+                raise
+            rows = None
+        if rows is not None:
+            self._last[gpu.id] = (bool(rows[2]), bool(rows[3]))
+        pending, failed = self._last.get(gpu.id, (False, False))
+        found = []
+        if failed:
+            found.append(("row_remap_failed", "rows could not be remapped: replace the GPU"))
+        if pending:
+            found.append(("row_remap_pending", "rows are remapped at the next reset"))
+        return found
+
+    def note(self, device: str, xid: int) -> None:
+        """Take over what an XID says of the rows: 63 remap pending, 64 remap failed."""
+        pending, failed = self._last.get(device, (False, False))
+        self._last[device] = (pending or xid == 63, failed or xid == 64)
+
+    def clear(self, device: str) -> None:
+        """Forget, after a reset."""
+        with contextlib.suppress(KeyError):
+            del self._last[device]
+
+
+def is_ampere(gpu: Gpu) -> bool:
+    """Whether the GPU is of the first generation with MIG, which needs resets."""
+    return int(gpu.maybe("nvmlDeviceGetArchitecture", default=AMPERE)) <= AMPERE
