@@ -96,10 +96,12 @@ class Node:
         self, stop: threading.Event, interval_s: float, kinds: tuple[str, ...]
     ) -> Iterator[pb.AgentMessage]:
         sample = 0
-        while not stop.wait(max(interval_s, 0.001)):
-            sample += 1
-            yield pb.AgentMessage(fast=pb.Fast(sample=sample))
-        self.finished.set()
+        try:
+            while not stop.wait(max(interval_s, 0.001)):
+                sample += 1
+                yield pb.AgentMessage(fast=pb.Fast(sample=sample))
+        finally:  # a watcher that leaves while a message is under way closes the generator
+            self.finished.set()
 
 
 @pytest.fixture
@@ -218,6 +220,16 @@ def test_watch_streams_until_the_caller_leaves(client: ControlClient, node: Node
     assert samples == [1, 2, 3]
     stream.close()  # type: ignore[attr-defined]
     assert node.finished.wait(20)
+
+
+def test_watchers_that_left_keep_no_place(client: ControlClient, node: Node) -> None:
+    """However a watcher leaves, its place is free again: many more than fit come in turn."""
+    for _ in range(3 * control.MAX_WATCHERS):
+        node.finished.clear()
+        stream = client.watch(interval_s=0.001)
+        assert next(stream).fast.sample == 1
+        stream.close()  # type: ignore[attr-defined]
+        assert node.finished.wait(20)
 
 
 def test_watchers_cannot_starve_commands(server: ControlServer, path: Path) -> None:
@@ -449,15 +461,15 @@ def test_peers_that_say_nothing_or_garbage_do_no_harm(server: ControlServer, pat
             babbler.sendall(os.urandom(4096))
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        client = ControlClient.connect(path)
-        assert client is not None
-        with client:
-            try:
+        try:
+            client = ControlClient.connect(path)
+            assert client is not None
+            with client:
                 client.devices()
-            except AlloyError:  # places are still being given back
-                time.sleep(0.05)
-                continue
-            return
+        except AlloyError:  # the queue is still worked off, and places are given back
+            time.sleep(0.05)
+            continue
+        return
     pytest.fail("the socket did not come back")
 
 
