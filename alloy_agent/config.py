@@ -87,6 +87,22 @@ class CpuSettings(Value, frozen=True, kw_only=True):
     confine_system: bool = False
 
 
+class NvidiaSettings(Value, frozen=True, kw_only=True):
+    """Where the NVIDIA driver is found.
+
+    `library` is empty for the system's `libnvidia-ml.so.1`, else the absolute path of one (a driver
+    container keeps it elsewhere). A name "module:factory" with `library_options` puts a stand-in
+    in its place, for tests. `root` is where the driver's `/proc` and `/sys` are.
+    """
+
+    library: Annotated[
+        str,
+        Meta(pattern="^(/.*|[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*)?$", max_length=4096),
+    ] = ""
+    library_options: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
+    root: FilePath = "/"
+
+
 class SamplerSettings(Value, frozen=True, kw_only=True):
     """How often devices are sampled, and what that may cost.
 
@@ -188,6 +204,7 @@ class Settings(Value, frozen=True, kw_only=True):
     backends: BackendSettings = BackendSettings()
     layout: LayoutSettings = LayoutSettings()
     cpu: CpuSettings = CpuSettings()
+    nvidia: NvidiaSettings = NvidiaSettings()
     sampler: SamplerSettings = SamplerSettings()
     observe: ObserveSettings = ObserveSettings()
     audit: AuditSettings = AuditSettings()

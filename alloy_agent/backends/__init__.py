@@ -24,6 +24,8 @@ DRIVERS: Final[dict[str, str]] = {
     "amd": "/sys/class/kfd/kfd/topology",
     "neuron": "/sys/module/neuron/version",
 }
+# Further signs: a driver that was unloaded, or is there in part, still deserves its doctor lines.
+ALSO: Final[dict[str, tuple[str, ...]]] = {"nvidia": ("/dev/nvidiactl", "/proc/driver/nvidia")}
 NAMES: Final = ("cpu", "fake", *DRIVERS)
 
 
@@ -127,9 +129,10 @@ def backend_specs(settings: BackendSettings, root: str = "/") -> tuple[BackendSp
         wanted = getattr(settings.backends, name)
         if wanted == "off":
             continue
-        cause = _why_not(name, root, sign)
+        options = _vendor_options(name, settings)
+        cause = "" if options.get("library") else _why_not(name, root, sign)
         if not cause:
-            specs.append(BackendSpec(name=name))
+            specs.append(BackendSpec(name=name, options=options))
         elif wanted == "on":
             raise ConfigError(
                 f"backends.{name} is on, but {cause}", cure=f"set backends.{name} to auto or off"
@@ -137,9 +140,23 @@ def backend_specs(settings: BackendSettings, root: str = "/") -> tuple[BackendSp
     return tuple(specs)
 
 
+def _vendor_options(name: str, settings: BackendSettings) -> dict[str, Json]:
+    """Return what a vendor's section of the settings says, without what is at its default."""
+    section = getattr(settings, name, None)
+    if section is None:
+        return {}
+    default = type(section)()
+    return {
+        field: getattr(section, field)
+        for field in section.__struct_fields__
+        if getattr(section, field) != getattr(default, field)
+    }
+
+
 def _why_not(name: str, root: str, sign: str) -> str:
     """Return why a vendor's backend cannot run here; empty when it can."""
-    if not (Path(root) / sign.lstrip("/")).exists():
+    signs = (sign, *ALSO.get(name, ()))
+    if not any((Path(root) / other.lstrip("/")).exists() for other in signs):
         return f"its driver is not loaded (no {sign})"
     if importlib.util.find_spec(f"{__name__}.{name}") is None:
         return "this version of the agent has no such backend"

@@ -140,7 +140,7 @@ def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], 
             "pid": pid,
             "comm": name_of(proc, pid),
             "memory_bytes": used,
-            "nodes": list(open_nodes(proc, pid)),
+            "nodes": [*open_nodes(proc, pid)],
         }
         for pid, _, used in inside
     ]

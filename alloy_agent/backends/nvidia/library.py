@@ -2,8 +2,8 @@
 
 Every function of the library may be missing in an old driver, so none is taken for granted: a
 missing one fails as `FUNCTION_NOT_FOUND`, like one that the device does not support. Codes stay
-inside this backend (`NvmlCallError`); `translated` turns them once into the `BackendError` that says
-what the caller can do.
+inside this backend (`NvmlCallError`); `translated` turns them once into the `BackendError` that
+says what the caller can do.
 """
 
 from __future__ import annotations
