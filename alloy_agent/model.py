@@ -277,6 +277,7 @@ class Partition(Value, frozen=True, kw_only=True):
     units: tuple[int, ...] = ()
     share: Share = Share.EXCLUSIVE
     ordinal: int = 0
+    altered: str = ""  # in which way it is not what was granted; "" when it is
     managed: bool = False  # made by this agent (its journal says so); set by the observer
     tenant: TenantId | None = None  # set by the observer from leases and bindings
     locator: dict[str, str] = {}
@@ -337,7 +338,10 @@ class Create(Value, frozen=True, kw_only=True, tag="create"):
 
 
 class Configure(Value, frozen=True, kw_only=True, tag="configure"):
-    """Change the memory cap of a living partition in place; interrupts nobody."""
+    """Change the memory cap of a living partition in place; interrupts nobody.
+
+    One that somebody altered (`partition.altered`) becomes what was granted again.
+    """
 
     device: DeviceId
     partition: Partition

@@ -337,6 +337,25 @@ def test_cpus_changed_by_hand_are_believed_and_reported(host: FakeHost) -> None:
     assert only(backend).incarnation == partition.incarnation
 
 
+@pytest.mark.parametrize(("file", "value"), [("cpuset.cpus", "2-3,6-7"), ("cpuset.mems", "0-1")])
+def test_what_was_changed_by_hand_is_put_right_in_place(
+    host: FakeHost, file: str, value: str
+) -> None:
+    """An altered piece says how; configuring it gives it its grant again, cap and identity kept."""
+    backend = backend_on(host)
+    backend.apply(create(0, 1, 64 * MIB))
+    before = only(backend)
+    assert before.altered == ""
+    host.kernel.write(f"{host.mount('cpuset')}/alloy/cpu-node1/1c@0/{file}", value)
+    altered = only(backend)
+    assert altered.altered
+    assert altered.altered in backend.observe(NODE1).faults[0].reason
+    step = Configure(device=NODE1, partition=altered, memory_bytes=altered.memory_bytes)
+    backend.apply(step)
+    assert only(backend) == before
+    assert backend.observe(NODE1).faults == ()
+
+
 def test_half_a_core_is_seen(host: FakeHost) -> None:
     """A cgroup that splits siblings is reported with the CPUs that it holds."""
     backend = backend_on(host)

@@ -278,6 +278,26 @@ def test_a_mode_for_the_next_process_interrupts_nobody() -> None:
 # --- memory caps and shares ----------------------------------------------------------------------
 
 
+def test_an_altered_piece_is_put_right_before_another_takes_its_cores() -> None:
+    """What somebody changed by hand is repaired in place, interrupts nobody and is no undoing."""
+    node = cpu()
+    how = "was granted CPUs 1-2 and holds 1-4"
+    bent = replace(piece(node, "2c", 0, 2, GIB), altered=how)
+    before = snapshot([node], [bent])
+    goal = layout(runs(node, 2, 2, memory=[GIB, GIB]))
+    made = plan(goal, before, frozenset({bent.id}))
+    assert [describe(p.step) for p in made.steps] == [
+        f"put cpu-0/2c@0 right, which {how}",
+        "create 2c@2 on cpu-0 with 1GiB",
+    ]
+    assert made.steps[0].interrupts == ()
+    assert made.kept == (bent.id,)
+    undo = made.steps[0].undo
+    assert isinstance(undo, Configure)
+    assert (undo.memory_bytes, undo.partition.altered) == (GIB, "")
+    assert f"cpu-0/2c@0: {how}" in difference(goal, before)
+
+
 def test_caps_shrink_before_they_grow() -> None:
     """A living run keeps its place; its cap changes in place, the smaller one first."""
     node = cpu()

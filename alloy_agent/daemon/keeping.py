@@ -81,7 +81,9 @@ def _cannot_switch(step: SetMode, snapshot: Snapshot) -> str:
 
 def geometry(snapshot: Snapshot) -> tuple[str, ...]:
     """Return what a layout is about: which pieces, modes and devices there are."""
-    pieces = sorted(f"{p.id}#{p.incarnation}" for p in snapshot.partitions)
+    pieces = sorted(
+        f"{p.id}#{p.incarnation}:{p.memory_bytes}:{p.altered}" for p in snapshot.partitions
+    )
     modes = sorted(f"{d.id}:{m.kind}={m.current}" for d in snapshot.devices for m in d.modes)
     devices = sorted(f"{d.id}:{d.condition}" for d in snapshot.devices)
     return (*devices, *modes, *pieces)

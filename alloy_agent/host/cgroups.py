@@ -88,15 +88,23 @@ class Cgroup:
             UnsupportedError: The host has no cpuset (or no memory) controller.
             BackendError: The kernel refused, or does not show what was written.
         """
-        cpuset = self._need("cpuset")
-        wanted, nodes = tuple(sorted(cpus)), tuple(sorted(mems))
+        self._need("cpuset")
         if memory_bytes is not None:
             self._need("memory")
         for hierarchy in self.hierarchies:
             self._make_path(hierarchy)
         if self.memory is not None:
             self.set_memory(memory_bytes)
-        folder = cpuset.folder(self.path)
+        self.set_cpus(cpus, mems)
+
+    def set_cpus(self, cpus: Iterable[int], mems: Iterable[int]) -> None:
+        """Give it these CPUs and memory nodes; whoever is inside moves along.
+
+        Raises:
+            BackendError: The kernel refused, or does not show what was written.
+        """
+        wanted, nodes = tuple(sorted(cpus)), tuple(sorted(mems))
+        folder = self._need("cpuset").folder(self.path)
         self._fs.write(f"{folder}/cpuset.mems", format_cpu_list(nodes))
         self._fs.write(f"{folder}/cpuset.cpus", format_cpu_list(wanted))
         state = self.state()

@@ -104,6 +104,8 @@ def _piece_differences(
             lines.append(f"{device.id}: {_spec_text(spec)} is missing")
             continue
         left.remove(match)
+        if match.altered:
+            lines.append(f"{match.id}: {match.altered}")
         if not same_memory(match, spec.memory_bytes, device):
             now = "none" if match.memory_bytes is None else format_bytes(match.memory_bytes)
             cap = "none" if spec.memory_bytes is None else format_bytes(spec.memory_bytes)

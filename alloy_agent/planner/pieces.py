@@ -211,7 +211,8 @@ def _change(
     configures = [
         Configure(device=device.id, partition=piece, memory_bytes=kept[piece.id].memory_bytes)
         for piece in exclusive
-        if piece.id in kept and not same_memory(piece, kept[piece.id].memory_bytes, device)
+        if piece.id in kept
+        and (piece.altered or not same_memory(piece, kept[piece.id].memory_bytes, device))
     ]
     # Caps that shrink come first, so that their sum never passes what it was or shall be.
     configures.sort(key=lambda step: (_grows(step), step.partition.placement.start))
@@ -231,6 +232,11 @@ def _with_shares(
     """Return the change with the shares of the whole device, which lie over each other."""
     pieces = [piece for piece in here if piece.share is not Share.EXCLUSIVE]
     kept = [piece.id for piece in pieces if _keeps_share(piece, shared)]
+    repairs = [
+        Configure(device=device.id, partition=piece, memory_bytes=piece.memory_bytes)
+        for piece in pieces
+        if piece.altered and piece.id in kept
+    ]
     gone = [Destroy(device=device.id, partition=p) for p in pieces if p.id not in kept]
     present = {(piece.share, piece.ordinal) for piece in pieces}
     whole = Placement(start=0, size=device.slices)
@@ -242,7 +248,7 @@ def _with_shares(
     return PieceChange(
         (*change.kept, *kept),
         (*gone, *change.destroys),
-        change.configures,
+        (*repairs, *change.configures),
         (*change.creates, *creates),
         change.proven,
     )

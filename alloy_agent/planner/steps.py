@@ -46,10 +46,16 @@ def describe(step: Step) -> str:
             cap = f" with {format_bytes(memory)}" if memory is not None else ""
             return f"create {step.spec.profile}@{start} on {step.device}{cap}"
         case Configure():
-            before, after = step.partition.memory_bytes, step.memory_bytes
-            return (
-                f"change the memory cap of {step.partition.id} from {_cap(before)} to {_cap(after)}"
-            )
+            return _describe_change(step)
+
+
+def _describe_change(step: Configure) -> str:
+    piece, before, after = step.partition, step.partition.memory_bytes, step.memory_bytes
+    cap = f"change the memory cap of {piece.id} from {_cap(before)} to {_cap(after)}"
+    if not piece.altered:
+        return cap
+    repair = f"put {piece.id} right, which {piece.altered}"
+    return repair if before == after else f"{repair}; {cap}"
 
 
 def disruptive(plan: Plan) -> tuple[str, ...]:
@@ -79,7 +85,7 @@ def undo_of(step: Step) -> Step | None:
             return Destroy(device=step.device, partition=partition_of(step.spec))
         case Configure():
             after = step.partition.memory_bytes
-            living = partition_with_memory(step.partition, step.memory_bytes)
+            living = replace(step.partition, memory_bytes=step.memory_bytes, altered="")
             return Configure(device=step.device, partition=living, memory_bytes=after)
 
 
@@ -109,11 +115,6 @@ def partition_of(spec: PartitionSpec) -> Partition:
         share=spec.share,
         ordinal=spec.ordinal,
     )
-
-
-def partition_with_memory(partition: Partition, memory_bytes: int | None) -> Partition:
-    """Return the same living piece with another memory cap."""
-    return replace(partition, memory_bytes=memory_bytes)
 
 
 def partition_id(device: DeviceId, profile: str, start: int) -> PartitionId:

@@ -243,10 +243,14 @@ def _configured(step: Configure, now: tuple[Observation, ...], gone: set[PieceRe
     if gone:
         return ReadBack(Outcome.PARTLY, (), _sorted(gone), f"{_names(gone)} vanished meanwhile")
     piece, device = found
-    if same_memory(piece, step.memory_bytes, device):
+    capped = same_memory(piece, step.memory_bytes, device)
+    if capped and not piece.altered:
         return ReadBack(Outcome.DONE)
     why = f"its memory cap is {piece.memory_bytes} bytes, not {step.memory_bytes}"
+    if capped:
+        why = f"it {piece.altered}"
     same = same_memory(piece, step.partition.memory_bytes, device)
+    same = same and piece.altered == step.partition.altered
     return ReadBack(Outcome.UNTOUCHED if same else Outcome.PARTLY, (), (), why)
 
 

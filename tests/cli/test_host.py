@@ -15,6 +15,7 @@ from tests.daemon.harness import Site, daemon, wait_for
 pytestmark = pytest.mark.host
 
 CAP = 256 << 20
+CAP_FILES = ("memory.limit_in_bytes", "memory.max")
 LAYOUT = """\
 version: v1
 layouts:
@@ -104,6 +105,45 @@ def test_audit_finds_a_tenant_that_left(site: Site) -> None:
     finally:
         running.kill()
         running.wait()
+
+
+def cpuset_of(site: Site) -> Path:
+    """Return the directory of the site's only partition that says which CPUs it has."""
+    return next(p for p in site.cgroups() if "1c@" in p.name and (p / "cpuset.cpus").exists())
+
+
+def test_cores_changed_by_hand_are_planned_back(site: Site) -> None:
+    """A widened cpuset is a step of the next plan; applying it repairs it around its tenant."""
+    cpus = cpuset_of(site) / "cpuset.cpus"
+    granted = cpus.read_text()
+    running = tenant(site, "sleep", "60")
+    try:
+        cpus.write_text("0-1")
+        layout = str(site.folder / "layout.yaml")
+        planned = site.run("plan", layout, "--layout", "one", "--exit-code")
+        assert planned.returncode == 1
+        assert "holds 0-1" in " ".join(planned.stdout.split())
+        applied = apply(site, "one")
+        assert applied.returncode == 0, applied.stderr
+        assert cpus.read_text() == granted
+        assert running.poll() is None
+        assert site.run("plan", layout, "--layout", "one", "--exit-code").returncode == 0
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_the_daemon_puts_cores_and_cap_right(site: Site) -> None:
+    """What somebody changes in cgroupfs while the daemon runs is as granted again soon after."""
+    cpus = cpuset_of(site) / "cpuset.cpus"
+    caps = (path / name for path in site.cgroups() if "1c@" in path.name for name in CAP_FILES)
+    cap = next(path for path in caps if path.exists())
+    granted = cpus.read_text()
+    with daemon(site):
+        cpus.write_text("0-1")
+        wait_for("the cores", lambda: cpus.read_text() == granted)
+        cap.write_text(str(CAP // 2))
+        wait_for("the cap", lambda: int(cap.read_text()) == CAP)
 
 
 def test_a_partition_has_one_tenant_at_a_time(site: Site) -> None:

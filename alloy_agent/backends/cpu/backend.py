@@ -226,17 +226,10 @@ class CpuBackend:
         cpus = format_cpu_list(state.cpus_effective) or "none"
         if placement is None:
             return None, [("foreign_cgroup", f"cgroup {shown} holds CPUs {cpus}, no run of cores")]
-        problems: list[tuple[str, str]] = []
+        altered = _alterations(state, node, granted, real)
+        problems = [("altered", f"cgroup {shown} {how}") for how in altered]
         if piece is None:
-            problems.append(("foreign_cgroup", f"cgroup {shown} is not of the agent's naming"))
-        elif real != granted:
-            wanted = format_cpu_list(cpus_of(cores_of(granted, node))) if granted else "no cores"
-            problems.append(
-                ("altered", f"cgroup {shown} was granted CPUs {wanted} and holds {cpus}")
-            )
-        if state.mems_effective != (node.number,):
-            mems = format_cpu_list(state.mems_effective)
-            problems.append(("altered", f"cgroup {shown} takes memory from nodes {mems}"))
+            problems = [("foreign_cgroup", f"cgroup {shown} is not of the agent's naming")]
         cores = touched(state.cpus_effective, node)
         shared = piece is not None and piece.size is None
         profile = piece.profile if piece is not None and shared else f"{placement.size}c"
@@ -251,6 +244,7 @@ class CpuBackend:
             units=tuple(core.first for core in cores),
             share=piece.share if piece is not None else Share.EXCLUSIVE,
             ordinal=piece.ordinal if piece is not None else 0,
+            altered=" and ".join(altered) if granted is not None else "",
             locator={"cgroup": state.path},
             access=self._access(topology, state, shown, len(cores)),
         )
@@ -289,7 +283,7 @@ class CpuBackend:
                     self._configure(topology, node, step.partition, step.memory_bytes)
                 case _:
                     raise UnsupportedError(f"{step.device} has no mode {step.kind}")
-            if not isinstance(step, Configure):
+            if not isinstance(step, Configure) or step.partition.altered:
                 self._confinement.follow(topology, self._nodes(), self._granted(topology))
 
     def _create(self, topology: CgroupTopology, node: Node, spec: PartitionSpec) -> None:
@@ -334,8 +328,14 @@ class CpuBackend:
         self, topology: CgroupTopology, node: Node, partition: Partition, memory_bytes: int | None
     ) -> None:
         handle = self._handle_of(topology, partition)
-        if handle.state().lacks:
+        state = handle.state()
+        if state.lacks:
             raise BackendError(f"{partition.id} is not there whole", cure="plan again")
+        place = self._granted_place(partition, node)
+        if place is not None and _alterations(
+            state, node, place, run_of(state.cpus_effective, node)
+        ):
+            handle.set_cpus(cpus_of(cores_of(place, node)), (node.number,))
         others = [p for p in self.observe(partition.device).partitions if p.id != partition.id]
         self._refuse_overcommit(node, others, partition.id, memory_bytes)
         handle.set_memory(memory_bytes)
@@ -533,6 +533,21 @@ class CpuBackend:
 
     def _ids(self) -> list[DeviceId]:
         return [device_id(node) for node in self._nodes()]
+
+
+def _alterations(
+    state: CgroupState, node: Node, granted: Placement | None, real: Placement | None
+) -> list[str]:
+    """Return in which ways the kernel's CPUs and memory nodes are not what a name grants."""
+    found = []
+    if real != granted:
+        wanted = format_cpu_list(cpus_of(cores_of(granted, node))) if granted else "no cores"
+        holds = format_cpu_list(state.cpus_effective) or "none"
+        found.append(f"was granted CPUs {wanted} and holds {holds}")
+    if state.mems_effective != (node.number,):
+        mems = format_cpu_list(state.mems_effective) or "none"
+        found.append(f"takes memory from nodes {mems}")
+    return found
 
 
 def _meaning(kind: ChangeKind, name: str) -> str:
