@@ -103,7 +103,7 @@ class Node:
         self._kinds = kinds
         self._devices: dict[str, Dev] = {}
         self._parts: list[Part] = []
-        self._members: list[list[int]] = []  # of each row: which partitions, by their position
+        self._members: list[list[int]] = []  # of each row: the positions of its free partitions
         self._heads: list[tuple[float | None, str, int]] = []  # headroom of each partition
         self._heat: dict[str, float] = {}  # of each device
 
@@ -234,7 +234,10 @@ class Node:
                 )
             )
         self.rows = tuple(rows)
-        self._members = list(grouped.values())
+        self._members = [
+            [m for m in members if self._parts[m].id not in taken] or members
+            for members in grouped.values()
+        ]
         self.loads = self._loads()
 
     def _taken(self) -> dict[str, str]:

@@ -117,11 +117,11 @@ class BrainServer(agent_pb2_grpc.PlacementBrainServicer):
         Raises:
             IdentityError: The address cannot be used.
         """
-        import grpc
+        from grpc import aio  # type: ignore[attr-defined]  # the stubs do not know it
         from grpc_health.v1 import health, health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        self._server = grpc.aio.server(options=list(keepalive.server_options()))
+        self._server = aio.server(options=list(keepalive.server_options()))
         agent_pb2_grpc.add_PlacementBrainServicer_to_server(self, self._server)
         placement_pb2_grpc.add_PlacementServicer_to_server(self.answers, self._server)
         healthy = health.aio.HealthServicer()
@@ -282,11 +282,11 @@ class BrainServer(agent_pb2_grpc.PlacementBrainServicer):
         self, node: Node, link: Link, context: Any, writer: asyncio.Future[None]
     ) -> None:
         """Take what an agent says until its stream ends."""
-        import grpc
+        from grpc import aio  # type: ignore[attr-defined]  # the stubs do not know it
 
         while not link.closed and not writer.done():
             message = await context.read()
-            if message is grpc.aio.EOF:
+            if message is aio.EOF:
                 return
             node.heard_s = boottime_s()
             if message.sequence:

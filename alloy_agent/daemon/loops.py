@@ -52,7 +52,7 @@ from alloy_agent.model import (
 )
 
 if TYPE_CHECKING:
-    from alloy_agent.config import Settings
+    from alloy_agent.config import BrainSettings, Settings
     from alloy_agent.conformance.auditor import Auditor
     from alloy_agent.conformance.checks import Intent
     from alloy_agent.daemon.service import NodeService
@@ -195,10 +195,10 @@ class Daemon:
         Raises:
             AlloyError: The daemon cannot start; nothing was changed.
         """
-        if self.standalone:
+        if self.standalone and self.settings.brain.address is not None:
             raise ConfigError(
-                "run --standalone: this version embeds no brain",
-                cure="leave it out, or start a brain and set brain.address",
+                f"run --standalone: brain.address is {self.settings.brain.address}",
+                cure="leave out one of the two: a node obeys one brain",
             )
         memory.one_arena()
         logs.configure(self.settings.log.level, self.settings.log.format)
@@ -317,6 +317,8 @@ class Daemon:
     def _start_brain(self, stack: contextlib.ExitStack, service: NodeService) -> None:
         """Dial the brain that the settings name; what it asks is done by the socket's service."""
         settings = self.settings.brain
+        if self.standalone and not self.node.degraded:
+            settings = self._embed_brain(stack)
         if settings.address is None or self.node.degraded:
             return
         from alloy_agent.control import answer
@@ -338,6 +340,32 @@ class Daemon:
         self.uplink.start()
         stack.callback(self.uplink.stop)
         LOG.info("dialling", extra={"brain": settings.address})
+
+    def _embed_brain(self, stack: contextlib.ExitStack) -> BrainSettings:
+        """Start the reference brain in this process; return how to dial it.
+
+        Its ledger and its socket are in the state directory, which is root's alone. Its term is
+        above that of any brain this node has obeyed, since its operator wants it in office.
+        """
+        from alloy_brain.embedded import EmbeddedBrain
+        from alloy_brain.identity import IdentityError
+        from alloy_brain.ledger import LedgerError
+        from alloy_brain.server import BrainSettings as Serving
+
+        state_dir = Path(self.settings.state_dir)
+        obeyed = 0 if self.desk is None else self.desk.ledger.brain_epoch
+        serving = Serving(
+            address=f"unix:{state_dir / 'brain.sock'}",
+            ledger=str(state_dir / "brain.db"),
+            name=f"{self.node.name}-standalone",
+            least_term=obeyed + 1,
+        )
+        try:
+            brain = stack.enter_context(EmbeddedBrain(serving))
+        except (IdentityError, LedgerError) as exc:
+            raise ConfigError(f"run --standalone: {exc}") from exc
+        LOG.info("serving", extra={"what": "placement", "addresses": [brain.address]})
+        return msgspec.structs.replace(self.settings.brain, address=brain.address)
 
     def _hello(self) -> pb.Hello:
         """Return who this node is."""
