@@ -8,7 +8,7 @@ import shutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadlines: the machines that run this are shared and noisy. CI runs the same examples each time.
+# No deadlines: machines that run this are shared and noisy. CI runs the same examples each time.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
     "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
