@@ -24,6 +24,7 @@ from alloy_agent.backends.nvidia import open_backend as open_nvidia
 from alloy_agent.model import Destroy, DeviceId, Partition
 from alloy_agent.silicon.state import Client
 from tests.fakes.nvml import FakeNvml, write_root
+from tests.fakes.amd_tree import Oddities, tree_of
 from tests.host.fake_kernel import FakeHost
 
 
@@ -149,6 +150,35 @@ def _nvidia(spec: str, **traits: Any) -> Callable[[Path], Subject]:
     return factory
 
 
+def _amd(spec: str, **odd: Any) -> Callable[[Path], Subject]:
+    """Return a factory of the AMD backend on a generated sysfs and KFD tree."""
+
+    def factory(directory: Path) -> Subject:
+        tree = tree_of(spec, directory, Oddities(**odd))
+        backend, machine = tree.backend(), tree.machine
+
+        def bus(device: DeviceId) -> str:
+            return next(d.id for d in machine.state.devices if tree.id_of(d) == device)
+
+        def occupy(partition: Partition) -> Callable[[], None]:
+            number = partition.locator.get("xcp")
+            instance = None if number is None else int(number)
+            machine.start_process(
+                Client(pid=4242, device=bus(partition.device), instance=instance)
+            )
+            return lambda: machine.stop_process(4242)
+
+        return Subject(
+            backend=backend,
+            reopen=tree.backend,
+            lose=lambda device: machine.inject_event(bus(device), "xid:79"),
+            occupy=occupy,
+            handles=backend.open_count,
+        )
+
+    return factory
+
+
 class _TidyCpu(CpuBackend):
     """The CPU backend on this very host; removes all that the test made when it is closed."""
 
@@ -188,6 +218,9 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
         "2xA100-SXM4-40GB",
         missing=("*InfoV", "nvmlGpm*", "*Fabric*", "*Margin*", "nvmlDeviceGetMemoryInfo_v2"),
     ),
+    "amd-2xMI300X": _amd("2xMI300X"),
+    "amd-2xMI300A-odd": _amd("2xMI300A", function_partition=True, domain=3, metrics=5),
+    "amd-2xMI308X": _amd("2xMI308X", separator=".", same_unique_id=True, metrics=8),
     **{f"cpu-{kind}": _cpu(kind) for kind in ("v1", "v2", "hybrid")},
     THIS_HOST: _this_host,
 }

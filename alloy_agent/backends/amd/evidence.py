@@ -1,0 +1,326 @@
+"""The facts that checks of AMD partitions need, read now, each with how it was read.
+
+Beside the names that all backends share:
+
+| name | subject | value |
+| --- | --- | --- |
+| `amd.cu_masks` | share | list of what `amd.masks` tells of each process in it |
+| `amd.dmem` | partition | list of `{cgroup, max_bytes, current_bytes}` of its tenants' cgroups |
+| `amd.isolation` | device | numbers in `enforce_isolation`, one for each partition |
+| `amd.idle_clients` | device | processes that opened KFD and have nothing on any device |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from alloy_agent.backends.amd import fence, mqd
+from alloy_agent.backends.amd.files import Files, Roots
+from alloy_agent.backends.amd.ledger import DeviceEntry
+from alloy_agent.backends.amd.masks import parse
+from alloy_agent.backends.amd.modes import memory_domains
+from alloy_agent.backends.amd.pieces import Sight
+from alloy_agent.backends.amd.processes import KfdProcess, comm_of, kfd_processes
+from alloy_agent.errors import ConfigError
+from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
+
+OPENERS_SHOWN: Final = 8
+_MASK_NAMES: Final = ("HSA_CU_MASK", "HSA_CU_MASK_SKIP_INIT", "ROC_GLOBAL_CU_MASK")
+_DMEM: Final = re.compile(r"drm/(?P<bus>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])/vram\S*")
+
+
+class Collector:
+    """Facts of one reading."""
+
+    def __init__(self, files: Files, roots: Roots, now_s: float) -> None:
+        self._files, self._roots, self._now_s = files, roots, now_s
+        self._found: list[Fact] = []
+
+    def collect(
+        self,
+        sight: Sight,
+        device: Device,
+        partitions: tuple[Partition, ...],
+        noted: DeviceEntry,
+    ) -> tuple[Fact, ...]:
+        """Return all facts of one device and its partitions."""
+        processes = kfd_processes(self._files, self._roots)
+        self._of_device(sight, device, partitions, processes)
+        fences = fence.Fences(self._files, self._roots)
+        masks = mqd.read(self._files, self._roots, sight.nodes) if noted.shares else None
+        for partition in partitions:
+            inside = members(sight, partition, processes)
+            self._of_partition(sight, partition, inside)
+            self._fence(partition, inside, fences)
+            self._dmem(sight, partition, inside)
+            if partition.share is not Share.EXCLUSIVE:
+                self._masks(partition, inside, masks)
+            elif device.modes:
+                self._add(partition.id, "amd.partition", self._amd(sight, partition), "sysfs, KFD")
+        return tuple(self._found)
+
+    # --- the device ---
+
+    def _of_device(
+        self,
+        sight: Sight,
+        device: Device,
+        partitions: tuple[Partition, ...],
+        processes: Sequence[KfdProcess],
+    ) -> None:
+        geometry: list[Json] = [
+            {
+                "id": piece.id,
+                "profile": piece.profile,
+                "start": piece.placement.start,
+                "size": piece.placement.size,
+                "incarnation": piece.incarnation,
+            }
+            for piece in partitions
+        ]
+        self._add(device.id, "device.geometry", geometry, "KFD topology")
+        modes: dict[str, Json] = {
+            mode.kind.value: {"current": mode.current, "pending": mode.pending}
+            for mode in device.modes
+        }
+        self._add(device.id, "device.modes", modes, "current_*_partition; requests as noted")
+        clients = list(self._clients(sight, partitions, processes))
+        self._add(device.id, "device.clients", clients, f"{self._roots.kfd}/proc")
+        idle: list[Json] = [p.pid for p in processes if p.idle and not p.monitor]
+        self._add(device.id, "amd.idle_clients", idle, f"{self._roots.kfd}/proc")
+        self._add(device.id, "driver.version", device.driver or "", "/sys/module/amdgpu")
+        reason = "no oldest safe driver is known; amd.isolation shows what is in force"
+        self._absent(device.id, "driver.floor", reason)
+        isolation = self._isolation(sight)
+        if isolation is None:
+            self._absent(device.id, "amd.isolation", "the driver has no enforce_isolation")
+        else:
+            numbers: list[Json] = list(isolation)
+            self._add(device.id, "amd.isolation", numbers, "enforce_isolation")
+
+    def _clients(
+        self, sight: Sight, partitions: tuple[Partition, ...], processes: Sequence[KfdProcess]
+    ) -> Iterable[Json]:
+        for process in processes:
+            for node in sight.nodes:
+                if process.uses(node.gpu_id):
+                    place = next((p for p in partitions if holds(p, node.gpu_id, process)), None)
+                    yield {
+                        "pid": process.pid,
+                        "comm": process.comm,
+                        "partition": place.id if place else "",
+                        "granted": place is not None,
+                        "monitor": process.monitor,
+                    }
+
+    def _isolation(self, sight: Sight) -> list[int] | None:
+        text = self._files.text(f"{self._roots.pci(sight.bus)}/enforce_isolation")
+        try:
+            return None if not text else [int(word) for word in text.split()]
+        except ValueError:
+            return None
+
+    # --- a partition ---
+
+    def _of_partition(
+        self, sight: Sight, partition: Partition, inside: Sequence[KfdProcess]
+    ) -> None:
+        self._add(partition.id, "partition.exists", True, "KFD topology")
+        ids = ids_of(sight, partition)
+        used = {p.pid: sum(p.memory_bytes.get(gpu, 0) for gpu in ids) for p in inside}
+        listed: list[Json] = [
+            {"pid": process.pid, "comm": process.comm, "memory_bytes": used[process.pid]}
+            for process in inside
+        ]
+        where = f"{self._roots.kfd}/proc: queues and vram_*"
+        self._add(partition.id, "partition.processes", listed, where)
+        own: list[Json] = [n for n in partition.access.device_nodes if n.startswith("/dev/dri/")]
+        self._add(partition.id, "partition.own_nodes", own, "drm_render_minor of its KFD node")
+        exclusive = partition.share is Share.EXCLUSIVE
+        memory: Json = {
+            "limit_bytes": partition.memory_bytes,
+            "used_bytes": sum(used.values()),
+            "enforced_by": "driver" if exclusive else "none",
+        }
+        self._add(partition.id, "partition.memory", memory, "mem_banks; kfd/proc/*/vram_*")
+
+    def _amd(self, sight: Sight, partition: Partition) -> Json:
+        isolation = self._isolation(sight)
+        number = int(partition.locator["xcp"])
+        told = isolation is not None and number < len(isolation)
+        return {
+            "compute_mode": sight.modes.compute,
+            "memory_mode": sight.modes.memory,
+            "partitions": sum(node.render_minor is not None for node in sight.nodes),
+            "expected_partitions": sight.expected,
+            "render_node": f"renderD{partition.locator['render_minor']}",
+            "memory_domains": memory_domains(sight.modes.memory),
+            "isolation": bool(isolation[number]) if isolation is not None and told else None,
+        }
+
+    def _fence(
+        self, partition: Partition, inside: Sequence[KfdProcess], fences: fence.Fences
+    ) -> None:
+        if not inside:
+            reason = "no process is in the partition, so there is no tenant whose rules to read"
+            self._absent(partition.id, "cgroup.device_fence", reason)
+            return
+        by: list[str] = []
+        allowed: set[str] = set()
+        for process in inside:
+            rules = fences.of(process.pid)
+            if rules is None:
+                reason = f"the device rules of pid {process.pid} cannot be read"
+                self._absent(partition.id, "cgroup.device_fence", reason)
+                return
+            by.append(rules.by)
+            allowed |= set(rules.allowed)
+        names = "" if "" in by else "; ".join(dict.fromkeys(by))
+        nodes: list[Json] = [*sorted(allowed)]
+        value: Json = {"by": names, "allowed": nodes}
+        self._add(partition.id, "cgroup.device_fence", value, fences.method)
+
+    def _dmem(self, sight: Sight, partition: Partition, inside: Sequence[KfdProcess]) -> None:
+        if not self._files.there(f"{fence.unified(self._files, self._roots)}/dmem.capacity"):
+            reason = "the kernel has no dmem controller (since 6.14) or it is not mounted"
+            self._absent(partition.id, "amd.dmem", reason)
+            return
+        caps: list[Json] = []
+        for path in dict.fromkeys(fence.v2_path(self._files, self._roots, p.pid) for p in inside):
+            if path is not None:
+                limit = self._region(f"{path}/dmem.max", sight.bus)
+                current = self._region(f"{path}/dmem.current", sight.bus)
+                caps.append({"cgroup": path, "max_bytes": limit, "current_bytes": current})
+        self._add(partition.id, "amd.dmem", caps, "dmem.max and dmem.current of tenants' cgroups")
+
+    def _region(self, path: str, bus: str) -> int | None:
+        for line in (self._files.text(path) or "").splitlines():
+            region, _, value = line.strip().partition(" ")
+            match = _DMEM.fullmatch(region)
+            if match and match["bus"] == bus and value.strip().isdecimal():
+                return int(value)
+        return None
+
+    # --- masks ---
+
+    def _masks(
+        self, partition: Partition, inside: Sequence[KfdProcess], masks: mqd.Masks | None
+    ) -> None:
+        told: list[Json] = [self._mask(partition, process, masks) for process in inside]
+        self._add(
+            partition.id, "amd.cu_masks", told, "/proc/PID/environ as at exec; debugfs kfd/mqds"
+        )
+
+    def _mask(self, partition: Partition, process: KfdProcess, masks: mqd.Masks | None) -> Json:
+        wanted = partition.locator.get("cu_mask", "")
+        environ = environment(self._files, self._roots, process.pid)
+        configured = None if environ is None else environ.get("HSA_CU_MASK", "")
+        problem = ""
+        if environ is not None and wanted:
+            problem = _slip(environ, wanted)
+        words = None if masks is None else masks.of(process.pid)
+        return {
+            "pid": process.pid,
+            "comm": process.comm,
+            "wanted": wanted,
+            "configured": configured,
+            "problem": problem,
+            "words": None if words is None else [list(row) for row in words],
+            "words_reason": masks.reason if masks is not None and words is None else "",
+            "occupancy_cus": max(process.occupancy_cus.values(), default=None),
+            "granted_cus": partition.compute_units,
+        }
+
+    # --- inside ---
+
+    def _add(self, subject: str, name: str, value: Json, method: str) -> None:
+        self._found.append(
+            Fact(subject=subject, name=name, value=value, method=method, read_at_s=self._now_s)
+        )
+
+    def _absent(self, subject: str, name: str, reason: str) -> None:
+        self._found.append(
+            Fact(
+                subject=subject,
+                name=name,
+                quality=Quality.NOT_SUPPORTED,
+                reason=reason,
+                method="sysfs, cgroupfs",
+                read_at_s=self._now_s,
+            )
+        )
+
+
+def _slip(environ: dict[str, str], wanted: str) -> str:
+    """Return which way out of its mask a process's environment takes; empty: none seen."""
+    if environ.get("HSA_CU_MASK_SKIP_INIT", "") not in {"", "0"}:
+        return "HSA_CU_MASK_SKIP_INIT is set: queues start unmasked"
+    configured = environ.get("HSA_CU_MASK")
+    if configured is None:
+        return "HSA_CU_MASK is not set: the whole device is used"
+    try:
+        bits = parse(configured)
+    except ConfigError as error:
+        return f"HSA_CU_MASK is malformed, so it is ignored: {error.message}"
+    return "" if bits == parse(wanted) else f"HSA_CU_MASK is {configured[:80]}, not as granted"
+
+
+def environment(files: Files, roots: Roots, pid: int) -> dict[str, str] | None:
+    """Return the mask variables of a process as at its exec; None: they cannot be read."""
+    try:
+        raw = files.data(f"{roots.proc}/{pid}/environ", 1 << 20)
+    except OSError:
+        return None
+    found = {}
+    for entry in raw.split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        text = name.decode("ascii", "replace")
+        if text in _MASK_NAMES:
+            found[text] = value.decode("utf-8", "backslashreplace")
+    return found
+
+
+def ids_of(sight: Sight, partition: Partition) -> frozenset[int]:
+    """Return the KFD ids that belong to a partition; a share has all of its device."""
+    if partition.share is not Share.EXCLUSIVE:
+        return frozenset(node.gpu_id for node in sight.nodes)
+    return frozenset({int(partition.locator["kfd_gpu_id"])})
+
+
+def holds(partition: Partition, gpu_id: int, process: KfdProcess) -> bool:
+    """Whether a process on a node is in this partition, as far as the device tells.
+
+    Processes of several shares cannot be told apart by the device; the first share stands for all.
+    """
+    del process
+    if partition.share is not Share.EXCLUSIVE:
+        return True
+    return partition.locator.get("kfd_gpu_id") == str(gpu_id)
+
+
+def members(
+    sight: Sight, partition: Partition, processes: Sequence[KfdProcess]
+) -> list[KfdProcess]:
+    """Return the processes that work in a partition."""
+    ids = ids_of(sight, partition)
+    return [process for process in processes if any(process.uses(gpu) for gpu in ids)]
+
+
+def openers(files: Files, roots: Roots, minors: Sequence[int]) -> str:
+    """Return who has one of these render nodes or `/dev/kfd` open, for a person."""
+    wanted = {f"{roots.dev}/dri/renderD{minor}" for minor in minors} | {f"{roots.dev}/kfd"}
+    found = []
+    for pid in files.numbered(roots.proc):
+        with contextlib.suppress(OSError):
+            links = {files.link(f"{roots.proc}/{pid}/fd/{fd}") for fd in _fds(files, roots, pid)}
+            if links & wanted:
+                found.append(f"pid {pid} ({comm_of(files, roots, pid) or 'unknown'})")
+    more = f" and {len(found) - OPENERS_SHOWN} more" if len(found) > OPENERS_SHOWN else ""
+    return ", ".join(found[:OPENERS_SHOWN]) + more
+
+
+def _fds(files: Files, roots: Roots, pid: int) -> list[str]:
+    return files.listed(f"{roots.proc}/{pid}/fd")
