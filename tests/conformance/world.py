@@ -256,6 +256,7 @@ def _table() -> dict[str, dict[str, Any]]:
                 {"pid": 20, "comm": "train", "partition": partition.id, "granted": True}
             ],
         }
+    table[GPU_PIECE.device] |= {"driver.version": "580.95.05", "driver.floor": "525.53"}
     return table
 
 

@@ -117,7 +117,7 @@ class NvidiaBackend:
         return Observation(device=seen, partitions=partitions, faults=faults)
 
     def _read(self, gpu: Gpu) -> tuple[Device, tuple[Partition, ...], tuple[Piece, ...]]:
-        seen = view.device(gpu, self._driver)
+        seen = view.device(gpu, self._driver, tuple(self._gpus.values()))
         pieces = gpu.pieces() if view.mig_on(seen) else ()
         gpu.names = {piece.ident: view.piece_id(gpu, piece) for piece in pieces if piece.compute}
         return seen, view.partitions(gpu, seen, pieces, self._caps), pieces

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from alloy_agent.backends.nvidia import mps
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
@@ -17,6 +18,17 @@ PROCESSES: Final = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
 FENCE: Final = "/proc/<pid>: cgroup, device rules, /dev, capabilities"
 # Oldest driver that knows the architecture's MIG. Source: MIG User Guide, "Supported GPUs".
 FLOORS: Final[dict[int, str]] = {7: "450.80.02", 9: "525.53", 10: "570.133.20"}
+
+# Why clocks are held back by something that co-tenants share. Source: nvml.h,
+# nvmlClocksEventReason*.
+THROTTLES: Final[dict[int, str]] = {
+    0x4: "software power cap",
+    0x8: "hardware slow-down",
+    0x10: "sync boost",
+    0x20: "software thermal slow-down",
+    0x40: "hardware thermal slow-down",
+    0x80: "power brake",
+}
 
 Process = tuple[int, int | None, int | None]  # pid, GPU instance, bytes
 
@@ -110,6 +122,8 @@ def _device_facts(facts: Facts, reading: Reading) -> None:
     facts.add(gpu.id, "device.modes", modes, "nvmlDeviceGetMigMode")
     if seen.driver:
         facts.add(gpu.id, "driver.version", seen.driver, "nvmlSystemGetDriverVersion")
+    _throttling_fact(facts, gpu)
+    _mps_fact(facts, reading)
     architecture = gpu.maybe("nvmlDeviceGetArchitecture")
     floor = FLOORS.get(-1 if architecture is None else int(architecture))
     if floor:
@@ -117,6 +131,42 @@ def _device_facts(facts: Facts, reading: Reading) -> None:
     else:
         reason = "no oldest safe driver is known for this GPU"
         facts.absent(gpu.id, "driver.floor", reason, "table of architectures")
+
+
+def _throttling_fact(facts: Facts, gpu: Gpu) -> None:
+    method = "nvmlDeviceGetCurrentClocksEventReasons"
+    reasons = gpu.maybe(method)
+    if reasons is None:  # its name before driver R535
+        method = "nvmlDeviceGetCurrentClocksThrottleReasons"
+        reasons = gpu.maybe(method)
+    if reasons is None:
+        reason = "this GPU does not tell why its clocks are low"
+        facts.absent(gpu.id, "device.throttling", reason, method)
+        return
+    active: list[Json] = [text for bit, text in THROTTLES.items() if int(reasons) & bit]
+    facts.add(gpu.id, "device.throttling", {"reasons": active}, method)
+
+
+def _mps_fact(facts: Facts, reading: Reading) -> None:
+    """Add what an MPS control daemon, if one runs, was told to give each client."""
+    control, servers = mps.daemons(reading.proc)
+    method = "/proc/<pid>/environ of nvidia-cuda-mps-control and its clients"
+    if control is None:
+        facts.add(reading.gpu.id, "mps.control", {"running": False}, method)
+        return
+    value: Json = {
+        "running": True,
+        "pid": control.pid,
+        "thread_percentage": control.thread_percentage,
+        "pinned_memory": control.pinned_memory,
+        "servers": [*servers],
+        "clients": [
+            {"pid": pid, "thread_percentage": mps.thread_percentage(reading.proc, pid)}
+            for pid, _, _ in reading.gpu.processes()
+            if pid not in servers
+        ],
+    }
+    facts.add(reading.gpu.id, "mps.control", value, method)
 
 
 def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> None:
@@ -140,7 +190,7 @@ def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], 
             "pid": pid,
             "comm": name_of(proc, pid),
             "memory_bytes": used,
-            "nodes": [*open_nodes(proc, pid)],
+            "nodes": [str(node) for node in open_nodes(proc, pid)],
         }
         for pid, _, used in inside
     ]
@@ -175,7 +225,8 @@ def _fence_fact(facts: Facts, partition: Partition, inside: list[Process], proc:
         return
     held = all(fence.by for fence in fences)
     by = "; ".join(sorted({fence.by for fence in fences})) if held else ""
-    allowed: list[Json] = sorted({node for fence in fences for node in fence.allowed})
+    names = {node for fence in fences for node in fence.allowed}
+    allowed: list[Json] = [*sorted(names)]
     facts.add(partition.id, "cgroup.device_fence", {"by": by, "allowed": allowed}, FENCE)
 
 

@@ -16,6 +16,7 @@ from alloy_agent.backends.nvidia.library import (
     Nvml,
     NvmlCallError,
 )
+from alloy_agent.backends.nvidia.topology import Topology
 from alloy_agent.model import DeviceId
 
 AMPERE: Final = 7  # nvml.h: NVML_DEVICE_ARCH_*
@@ -65,6 +66,7 @@ class Gpu:
         self._identity: Identity | None = None
         self._reader = InstanceReader(nvml)
         self.lock = threading.RLock()
+        self.topology = Topology()
         self.names: dict[int, str] = {}  # GPU instance id to partition id, as last read
 
     def handle(self) -> Any:
@@ -124,6 +126,7 @@ class Gpu:
         self._identity = None
         self._handle = None
         self._reader = InstanceReader(self.nvml)
+        self.topology = Topology()
 
     def _read_identity(self) -> Identity:
         pci = self.call("nvmlDeviceGetPciInfo")

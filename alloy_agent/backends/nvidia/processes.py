@@ -27,7 +27,7 @@ def openers(proc: Path, node: str) -> dict[int, str]:
     """Return the processes that have a device node open, with their names; never raises."""
     found: dict[int, str] = {}
     own = os.getpid()
-    for entry in _pids(proc):
+    for entry in pids(proc):
         if entry != own and node in open_nodes(proc, entry):
             found[entry] = name_of(proc, entry)
     return found
@@ -58,7 +58,8 @@ def name_of(proc: Path, pid: int) -> str:
         return ""
 
 
-def _pids(proc: Path) -> list[int]:
+def pids(proc: Path) -> list[int]:
+    """Return the processes of this host; empty if they cannot be listed."""
     try:
         with os.scandir(proc) as entries:
             return sorted(int(entry.name) for entry in entries if entry.name.isdecimal())

@@ -75,12 +75,14 @@ class CapsMinors:
         return self._minors
 
 
-def device(gpu: Gpu, driver: str) -> Device:
+def device(gpu: Gpu, driver: str, others: tuple[Gpu, ...] = ()) -> Device:
     """Return the GPU as it is now."""
     known = gpu.identity()
     mig = gpu.mig() if known.mig_capable else None
     modes = () if mig is None else (_mode(mig, known),)
     slices = max((s.profile.size + max(s.profile.starts) for s in known.shapes), default=1)
+    on = mig is not None and mig[0]
+    fabric = gpu.topology.fabric(gpu)
     computed = any(not shape.named for shape in known.shapes)
     return Device(
         id=gpu.id,
@@ -100,6 +102,8 @@ def device(gpu: Gpu, driver: str) -> Device:
         compute_units=known.multiprocessors,
         profiles=tuple(shape.profile for shape in known.shapes),
         modes=modes,
+        links=gpu.topology.links(gpu, others, mig=on),
+        hive=fabric.domain,
         tier_limits=(MIG_LIMIT, WHOLE_LIMIT) if known.mig_capable else (WHOLE_LIMIT,),
         fault_note="profile names are computed: this driver does not tell them" if computed else "",
     )

@@ -2,8 +2,9 @@
 
 `open_library(options)` is what the option `nvidia.library: "tests.fakes.nvml:open_library"` names.
 Options: `specs` (as `--fake`), `state_dir` (where the machine is kept, so that commands compose),
-`missing` (shell patterns of symbols that this driver lacks), `privileged`, `no_library`,
-`no_driver`, `no_gpus`, `vanish` (a lost GPU leaves the enumeration).
+`root` (where the driver's files are written), `missing` (shell patterns of symbols that this driver
+lacks), `privileged`, `no_library`, `no_driver`, `no_gpus`, `vanish` (a lost GPU leaves the
+enumeration).
 """
 
 from __future__ import annotations
@@ -35,4 +36,7 @@ def open_library(options: dict[str, Any]) -> FakeNvml:
         no_gpus=bool(options.get("no_gpus", False)),
         vanish=bool(options.get("vanish", False)),
     )
+    root = options.get("root")
+    if root is not None:
+        write_root(machine, Path(root))
     return FakeNvml(machine, traits)
