@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import importlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
@@ -117,11 +118,11 @@ class BrainServer(agent_pb2_grpc.PlacementBrainServicer):
         Raises:
             IdentityError: The address cannot be used.
         """
-        from grpc import aio  # type: ignore[attr-defined]  # the stubs do not know it
-        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
         from grpc_reflection.v1alpha import reflection
 
-        self._server = aio.server(options=list(keepalive.server_options()))
+        health: Any = importlib.import_module("grpc_health.v1.health")
+        self._server = _aio().server(options=list(keepalive.server_options()))
         agent_pb2_grpc.add_PlacementBrainServicer_to_server(self, self._server)
         placement_pb2_grpc.add_PlacementServicer_to_server(self.answers, self._server)
         healthy = health.aio.HealthServicer()
@@ -282,11 +283,10 @@ class BrainServer(agent_pb2_grpc.PlacementBrainServicer):
         self, node: Node, link: Link, context: Any, writer: asyncio.Future[None]
     ) -> None:
         """Take what an agent says until its stream ends."""
-        from grpc import aio  # type: ignore[attr-defined]  # the stubs do not know it
-
+        end = _aio().EOF
         while not link.closed and not writer.done():
             message = await context.read()
-            if message is aio.EOF:
+            if message is end:
                 return
             node.heard_s = boottime_s()
             if message.sequence:
@@ -388,6 +388,11 @@ async def _write(link: Link, context: Any) -> None:
         cancel = getattr(context, "cancel", None)
         if link.closed and cancel is not None:
             cancel()
+
+
+def _aio() -> Any:
+    """Return `grpc.aio`, which the type stubs do not know."""
+    return importlib.import_module("grpc.aio")
 
 
 def _acknowledge(link: Link, event: Event) -> None:
