@@ -103,6 +103,30 @@ class NvidiaSettings(Value, frozen=True, kw_only=True):
     root: FilePath = "/"
 
 
+class AmdSettings(Value, frozen=True, kw_only=True):
+    """How AMD Instinct accelerators are reached, and what is set on them.
+
+    `library` is "auto", "off" or the path of `libamd_smi.so`; it is tried in a child process that
+    is ended after `library_deadline_s`. A mode switch of a busy device is tried again for
+    `busy_wait_s` before its holders are named, and its partitions are counted for `settle_wait_s`.
+    `process_isolation` is set again after every switch; null leaves the driver's setting alone.
+    With `opportunistic_cus` each of `opportunistic_slots` opportunistic shares is given that many
+    CUs of every XCC by a mask of its own, and production the rest; 0 masks nobody.
+    """
+
+    library: Annotated[str, Meta(pattern="^(auto|off|/.*)$", max_length=4096)] = "auto"
+    library_deadline_s: Annotated[float, duration("100ms", "5m")] = 10.0
+    busy_wait_s: Annotated[float, duration("0s", "10s")] = 3.0
+    settle_wait_s: Annotated[float, duration("0s", "1m")] = 5.0
+    process_isolation: bool | None = None
+    opportunistic_cus: Annotated[int, Meta(ge=0, le=128)] = 0
+    opportunistic_slots: Annotated[int, Meta(ge=1, le=64)] = 2
+    sys_root: FilePath = "/sys"
+    proc_root: FilePath = "/proc"
+    dev_root: FilePath = "/dev"
+    debug_root: FilePath = "/sys/kernel/debug"
+
+
 class SamplerSettings(Value, frozen=True, kw_only=True):
     """How often devices are sampled, and what that may cost.
 
@@ -205,6 +229,7 @@ class Settings(Value, frozen=True, kw_only=True):
     layout: LayoutSettings = LayoutSettings()
     cpu: CpuSettings = CpuSettings()
     nvidia: NvidiaSettings = NvidiaSettings()
+    amd: AmdSettings = AmdSettings()
     sampler: SamplerSettings = SamplerSettings()
     observe: ObserveSettings = ObserveSettings()
     audit: AuditSettings = AuditSettings()

@@ -25,7 +25,14 @@ DRIVERS: Final[dict[str, str]] = {
     "neuron": "/sys/module/neuron/version",
 }
 # Further signs: a driver that was unloaded, or is there in part, still deserves its doctor lines.
-ALSO: Final[dict[str, tuple[str, ...]]] = {"nvidia": ("/dev/nvidiactl", "/proc/driver/nvidia")}
+ALSO: Final[dict[str, tuple[str, ...]]] = {
+    "nvidia": ("/dev/nvidiactl", "/proc/driver/nvidia"),
+    "amd": ("/sys/class/kfd", "/sys/module/amdgpu"),
+}
+# Options that put a driver elsewhere: then it is looked for there, by the backend itself.
+ELSEWHERE: Final = ("library", "sys_root")
+# Vendors whose devices remember less than the agent must: they keep notes in the state directory.
+NOTING: Final = frozenset({"amd"})
 NAMES: Final = ("cpu", "fake", *DRIVERS)
 
 
@@ -130,7 +137,8 @@ def backend_specs(settings: BackendSettings, root: str = "/") -> tuple[BackendSp
         if wanted == "off":
             continue
         options = _vendor_options(name, settings)
-        cause = "" if options.get("library") else _why_not(name, root, sign)
+        elsewhere = any(options.get(key) not in {None, "off"} for key in ELSEWHERE)
+        cause = "" if elsewhere else _why_not(name, root, sign)
         if not cause:
             specs.append(BackendSpec(name=name, options=options))
         elif wanted == "on":
@@ -146,7 +154,8 @@ def _vendor_options(name: str, settings: BackendSettings) -> dict[str, Json]:
     if section is None:
         return {}
     default = type(section)()
-    return {
+    noted: dict[str, Json] = {"state_dir": settings.state_dir} if name in NOTING else {}
+    return noted | {
         field: getattr(section, field)
         for field in section.__struct_fields__
         if getattr(section, field) != getattr(default, field)

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from alloy_agent.backends.amd import pieces
@@ -36,7 +36,7 @@ from alloy_agent.backends.amd.modes import UNKNOWN, Modes, read_modes
 from alloy_agent.backends.amd.pieces import PREFIX, Sight
 from alloy_agent.backends.amd.processes import holders, kfd_processes
 from alloy_agent.backends.amd.sampler import Sampler
-from alloy_agent.backends.amd.topology import Topology, read_topology
+from alloy_agent.backends.amd.topology import Topology, generation, read_topology
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.errors import (
     BackendError,
@@ -147,9 +147,11 @@ class AmdBackend:
 
     def discover(self) -> tuple[DeviceId, ...]:
         """Return the ids of all devices, by PCI address; one that was seen once stays listed."""
-        topology = read_topology(self.files, self.roots)
+        found: Iterable[str] = ()
+        if generation(self.files, self.roots) is not None:
+            found = read_topology(self.files, self.roots).devices()
         with self._lock:
-            for bus in topology.devices():
+            for bus in found:
                 self._known[DeviceId(f"{PREFIX}{bus}")] = bus
             return tuple(sorted(self._known, key=lambda known: self._known[known]))
 
