@@ -1,0 +1,74 @@
+"""What is left of each resource at P95, and the scarcest of them. Pure.
+
+A resource of a partition and one of its device are kept apart: power and temperature are the
+device's and are never copied onto its partitions; whoever needs both asks for both.
+
+Headroom is a ratio: 1 minus the P95 of use. Temperature counts as fully left from
+`MARGIN_FULL_C` degrees below the device's slow-down threshold, and as gone at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from alloy_agent.model import Value
+
+if TYPE_CHECKING:
+    from alloy_agent.telemetry.window import Quantiles
+
+MARGIN_FULL_C: Final = 20.0
+MARGIN_RANGE_C: Final = 128.0
+
+
+class Resource(NamedTuple):
+    """A resource by the signal that tells its use; `limit` is the signal or property to divide by.
+
+    `high` is the window's range: 1 for ratios.
+    """
+
+    name: str
+    limit: str = ""
+    high: float = 1.0
+    margin: bool = False  # the signal tells what is left, not what is used
+
+
+RESOURCES: Final[dict[str, Resource]] = {
+    "alloy_partition_compute_active_ratio": Resource("compute"),
+    "alloy_partition_memory_used_bytes": Resource("memory", limit="memory"),
+    "alloy_partition_memory_bandwidth_active_ratio": Resource("memory_bandwidth"),
+    "alloy_partition_link_active_ratio": Resource("link"),
+    "alloy_device_compute_active_ratio": Resource("compute"),
+    "alloy_device_memory_used_bytes": Resource("memory", limit="memory"),
+    "alloy_device_power_watts": Resource("power", limit="alloy_device_power_limit_watts"),
+    "alloy_device_link_active_ratio": Resource("link"),
+    "alloy_device_temperature_headroom_celsius": Resource(
+        "temperature", high=MARGIN_RANGE_C, margin=True
+    ),
+}
+
+
+class Headroom(Value, frozen=True, kw_only=True):
+    """What is left at P95: by resource, and the least. None: not covered well enough."""
+
+    ratios: dict[str, float | None]
+    least: float | None
+    scarcest: str
+
+
+def left(resource: Resource, quantiles: Quantiles) -> float | None:
+    """Return what is left of one resource, 0 to 1; None where the window says nothing."""
+    if resource.margin:
+        margin = quantiles.p05
+        return None if margin is None else min(1.0, max(0.0, margin / MARGIN_FULL_C))
+    used = quantiles.p95
+    return None if used is None else min(1.0, max(0.0, 1.0 - used))
+
+
+def together(ratios: Mapping[str, float | None]) -> Headroom:
+    """Return the headroom of one subject; a resource that is not known makes the least unknown."""
+    unknown = next((name for name, ratio in ratios.items() if ratio is None), None)
+    if not ratios or unknown is not None:
+        return Headroom(ratios=dict(ratios), least=None, scarcest=unknown or "")
+    scarcest = min(ratios, key=lambda name: ratios[name] or 0.0)
+    return Headroom(ratios=dict(ratios), least=ratios[scarcest], scarcest=scarcest)
