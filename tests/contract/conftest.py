@@ -23,8 +23,9 @@ from alloy_agent.backends.nvidia import NvidiaBackend
 from alloy_agent.backends.nvidia import open_backend as open_nvidia
 from alloy_agent.model import Destroy, DeviceId, Partition
 from alloy_agent.silicon.state import Client
-from tests.fakes.nvml import FakeNvml, write_root
 from tests.fakes.amd_tree import Oddities, tree_of
+from tests.fakes.neuron import FakeNeuronHost
+from tests.fakes.nvml import FakeNvml, write_root
 from tests.host.fake_kernel import FakeHost
 
 
@@ -163,15 +164,35 @@ def _amd(spec: str, **odd: Any) -> Callable[[Path], Subject]:
         def occupy(partition: Partition) -> Callable[[], None]:
             number = partition.locator.get("xcp")
             instance = None if number is None else int(number)
-            machine.start_process(
-                Client(pid=4242, device=bus(partition.device), instance=instance)
-            )
+            machine.start_process(Client(pid=4242, device=bus(partition.device), instance=instance))
             return lambda: machine.stop_process(4242)
 
         return Subject(
             backend=backend,
             reopen=tree.backend,
             lose=lambda device: machine.inject_event(bus(device), "xid:79"),
+            occupy=occupy,
+            handles=backend.open_count,
+        )
+
+    return factory
+
+
+def _neuron(instance: str) -> Callable[[Path], Subject]:
+    """Return a factory of the Neuron backend on a generated host of one instance type."""
+
+    def factory(directory: Path) -> Subject:
+        host = FakeNeuronHost(directory, instance)
+        backend = host.open()
+
+        def occupy(partition: Partition) -> Callable[[], None]:
+            host.enter(partition, pid=4242)
+            return lambda: host.end(4242)
+
+        return Subject(
+            backend=backend,
+            reopen=host.open,
+            lose=host.lose,
             occupy=occupy,
             handles=backend.open_count,
         )
@@ -222,6 +243,10 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "amd-2xMI300A-odd": _amd("2xMI300A", function_partition=True, domain=3, metrics=5),
     "amd-2xMI308X": _amd("2xMI308X", separator=".", same_unique_id=True, metrics=8),
     **{f"cpu-{kind}": _cpu(kind) for kind in ("v1", "v2", "hybrid")},
+    **{
+        f"neuron-{instance}": _neuron(instance)
+        for instance in ("inf2.24xlarge", "trn1.32xlarge", "trn1n.32xlarge", "trn2.48xlarge")
+    },
     THIS_HOST: _this_host,
 }
 
