@@ -344,14 +344,19 @@ class Broker:
             tier_floor=floor,
             decision=row.decision,
         )
-        return await self._ask(node, pb.BrainMessage(id=f"{row.lease}/reserve", reserve=reserve))
+        return await self.ask(node, pb.BrainMessage(id=f"{row.lease}/reserve", reserve=reserve))
 
     async def _commit_on(self, row: LeaseRow, node: str) -> pb.Reply:
         token = next(g.token for g in row.grants if g.node == node)
         commit = pb.Commit(lease=row.lease, token=token, ttl_ms=row.lease_ttl_ms)
-        return await self._ask(node, pb.BrainMessage(id=f"{row.lease}/commit", commit=commit))
+        return await self.ask(node, pb.BrainMessage(id=f"{row.lease}/commit", commit=commit))
 
-    async def _ask(self, node: str, message: pb.BrainMessage) -> pb.Reply:
+    async def ask(self, node: str, message: pb.BrainMessage) -> pb.Reply:
+        """Return a node's reply to a command.
+
+        Raises:
+            LinkDownError: None came.
+        """
         link = self.links.get(node)
         if link is None:
             raise LinkDownError(f"node {node}: its stream is down")
@@ -396,7 +401,7 @@ class Broker:
         message = pb.Release(lease=row.lease, tenant=row.tenant, reason=reason)
         answers = await asyncio.gather(
             *(
-                self._ask(node, pb.BrainMessage(id=f"{row.lease}/release", release=message))
+                self.ask(node, pb.BrainMessage(id=f"{row.lease}/release", release=message))
                 for node in nodes
             ),
             return_exceptions=True,
@@ -444,7 +449,7 @@ class Broker:
         token = next(g.token for g in row.grants if g.node == node)
         renew = pb.Renew(lease=row.lease, token=token, ttl_ms=row.lease_ttl_ms)
         id_ = f"{row.lease}/renew-{secrets.token_hex(4)}"
-        return await self._ask(node, pb.BrainMessage(id=id_, renew=renew))
+        return await self.ask(node, pb.BrainMessage(id=id_, renew=renew))
 
     # --- what nodes say ---------------------------------------------------------------------------
 
@@ -483,7 +488,7 @@ class Broker:
         known = await self.on_disk(self.ledger.lease, lease.id)
         if known is not None or lease.state == pb.LEASE_STATE_RESERVED:
             message = pb.Release(lease=lease.id, token=lease.token, reason="it is over")
-            ask = self._ask(node, pb.BrainMessage(id=f"{lease.id}/release", release=message))
+            ask = self.ask(node, pb.BrainMessage(id=f"{lease.id}/release", release=message))
             await self._quietly(ask)
             return
         row = LeaseRow(
