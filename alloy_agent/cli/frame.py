@@ -19,6 +19,7 @@ from alloy_agent.cli import (
     apply,
     audit,
     completion,
+    demo,
     devices,
     doctor,
     evidence,
@@ -34,7 +35,7 @@ DEFECT = 70  # EX_SOFTWARE of sysexits.h
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-COMMANDS = (devices, plan, apply, execute, audit, evidence, run, doctor, completion)
+COMMANDS = (devices, plan, apply, execute, audit, evidence, run, doctor, demo, completion)
 
 
 class Parser(argparse.ArgumentParser):
