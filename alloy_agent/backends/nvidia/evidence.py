@@ -10,6 +10,7 @@ from alloy_agent.backends.nvidia import mps
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
+from alloy_agent.backends.nvidia.signals import used_bytes
 from alloy_agent.backends.nvidia.view import piece_id
 from alloy_agent.model import Device, Fact, Json, Partition, Quality
 
@@ -122,6 +123,7 @@ def _device_facts(facts: Facts, reading: Reading) -> None:
     facts.add(gpu.id, "device.modes", modes, "nvmlDeviceGetMigMode")
     if seen.driver:
         facts.add(gpu.id, "driver.version", seen.driver, "nvmlSystemGetDriverVersion")
+    _unattributed_fact(facts, reading)
     _throttling_fact(facts, gpu)
     _mps_fact(facts, reading)
     architecture = gpu.maybe("nvmlDeviceGetArchitecture")
@@ -131,6 +133,19 @@ def _device_facts(facts: Facts, reading: Reading) -> None:
     else:
         reason = "no oldest safe driver is known for this GPU"
         facts.absent(gpu.id, "driver.floor", reason, "table of architectures")
+
+
+def _unattributed_fact(facts: Facts, reading: Reading) -> None:
+    """Add the memory that is used and that no process owns: never given to the nearest tenant."""
+    method = f"nvmlDeviceGetMemoryInfo_v2 less {PROCESSES}"
+    used = used_bytes(reading.gpu)
+    if used is None:
+        reason = "this driver does not tell its own reserve from what processes use"
+        facts.absent(reading.gpu.id, "device.memory", reason, method)
+        return
+    owned = sum(bytes_ or 0 for _, _, bytes_ in reading.gpu.processes())
+    value: Json = {"used_bytes": used, "unattributed_bytes": max(0, used - owned)}
+    facts.add(reading.gpu.id, "device.memory", value, method)
 
 
 def _throttling_fact(facts: Facts, gpu: Gpu) -> None:
@@ -226,6 +241,7 @@ def _fence_fact(facts: Facts, partition: Partition, inside: list[Process], proc:
     held = all(fence.by for fence in fences)
     by = "; ".join(sorted({fence.by for fence in fences})) if held else ""
     names = {node for fence in fences for node in fence.allowed}
+    names |= {node for pid, _, _ in inside for node in open_nodes(proc, pid)}  # open is open
     allowed: list[Json] = [*sorted(names)]
     facts.add(partition.id, "cgroup.device_fence", {"by": by, "allowed": allowed}, FENCE)
 

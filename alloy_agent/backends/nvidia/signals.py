@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.nvidia.gpu import Gpu, field_number
-from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.library import (
     ABSENT,
     GONE,
@@ -387,6 +386,7 @@ def _boot_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def instances_of(pieces: tuple[Piece, ...]) -> tuple[str, ...]:
-    """Return the incarnations of the pieces, for comparing two readings."""
-    return tuple(piece.incarnation for piece in pieces)
+def used_bytes(gpu: Gpu) -> int | None:
+    """Return what processes use of a GPU; None where the driver cannot tell it from its reserve."""
+    memory = gpu.maybe("nvmlDeviceGetMemoryInfo", version=MEMORY_V2)
+    return None if memory is None else int(memory.used)

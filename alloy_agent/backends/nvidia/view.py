@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Final
 
-from alloy_agent.backends.nvidia.gpu import AMPERE, Gpu, Identity
+from alloy_agent.backends.nvidia.gpu import Gpu, Identity
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.library import LOST, NvmlCallError
 from alloy_agent.model import (
@@ -251,8 +251,3 @@ class RowsSeen:
         """Forget, after a reset."""
         with contextlib.suppress(KeyError):
             del self._last[device]
-
-
-def is_ampere(gpu: Gpu) -> bool:
-    """Whether the GPU is of the first generation with MIG, which needs resets."""
-    return int(gpu.maybe("nvmlDeviceGetArchitecture", default=AMPERE)) <= AMPERE

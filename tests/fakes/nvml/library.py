@@ -148,8 +148,8 @@ class FakeNvml:
     def __init__(self, machine: Machine, traits: Traits) -> None:
         self.machine = machine
         self.traits = traits
-        self.calls: list[str] = []
         self.counts: dict[str, int] = {}
+        self.hidden: set[int] = set()  # processes that the driver does not list
         self._lock = threading.Lock()
         self._references = 0
         self._next = 1
@@ -565,6 +565,7 @@ class FakeNvml:
             ]
         else:
             clients = self._clients(state)
+        clients = [client for client in clients if client.pid not in self.hidden]
         room = number(target(count))
         put(count, len(clients))
         if room < len(clients) or (out is None and clients):
