@@ -37,6 +37,7 @@ svg .axis { stroke: var(--line); } svg .mute { fill: var(--soft); }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: .3rem .6rem .3rem 0; border-top: 1px solid var(--line);
   vertical-align: top; overflow-wrap: anywhere; } th { color: var(--soft); font-weight: 500; }
+td:first-child, th:first-child { min-width: 5rem; }
 .scroll { overflow-x: auto; }
 """
 
@@ -160,7 +161,7 @@ def _bars(samples: Sequence[float]) -> str:
         f'<text class="mute" x="{50 + 150 * n}" y="168">{top * n / 4:.1f} ms</text>'
         for n in range(5)
     )
-    return _svg(690, 175, bars + axis, "how long placements took")
+    return _svg(720, 175, bars + axis, "how long placements took")
 
 
 def _tiers(told: Told) -> str:

@@ -189,7 +189,7 @@ def _nodes(story: Play) -> None:
         tiers = collections.Counter(pb.Tier.Name(p.tier)[5:].lower() for p in node.partitions)
         what = stage.agents[node.node].plot.what
         story.claim(
-            f"{node.node} ({what}) has {node.partition_count} partitions, all audited",
+            f"{node.node} ({what}) is cut into {node.partition_count}, all audited",
             node.partition_count == wanted[node.node],
             ", ".join(f"{count} {tier}" for tier, count in sorted(tiers.items())),
         )
@@ -209,6 +209,7 @@ def _pieces(agent: Agent) -> int:
 def _stream(story: Play) -> None:
     """Requests of four tenants arrive and are placed."""
     story.chapter("Requests are placed")
+    _gang(story)
     chance = random.Random(7)  # noqa: S311 - the same story every time
     pieces: list[tuple[str, str]] = []
     for number in range(STREAM):
@@ -226,19 +227,12 @@ def _stream(story: Play) -> None:
         if number % 3 == 0:
             story.look()
     story.claim(
-        f"{len(story.leases)} of {STREAM} requests are placed, the others are told why",
-        len(story.leases) >= STREAM // 2,
+        f"{len(pieces)} of {STREAM} requests are placed, the others are told why",
+        len(pieces) >= STREAM // 2,
         f"median {sorted(story.told.place_ms)[len(story.told.place_ms) // 2]:.1f} ms",
     )
     story.claim(
         "no piece was given twice", len(pieces) == len(set(pieces)), f"{len(pieces)} pieces"
-    )
-    gang = pl.Demand(count=8, vendor=pb.VENDOR_AMD, profile="CPX")
-    reply = _place(story, "gang", "training", gang, tier=pb.TIER_ENFORCED)
-    story.claim(
-        "a gang of eight gets all or none",
-        reply is None or len(reply.granted) == 8,
-        "not enough is free" if reply is None else f"lease {reply.lease}",
     )
     refusal = _refusal(story, "impossible", pl.Demand(count=1, memory_bytes=4 << 40))
     story.claim(
@@ -249,17 +243,32 @@ def _stream(story: Play) -> None:
     story.look()
 
 
-def _place(
+def _gang(story: Play) -> None:
+    """Ask for the eight pieces of one accelerator, all or none."""
+    gang = pl.Demand(count=8, vendor=pb.VENDOR_AMD, profile="CPX")
+    reply = _place(story, "gang", "training", gang, pb.TIER_ENFORCED, pl.LOCALITY_ONE_DEVICE)
+    devices = {granted.device for granted in reply.granted} if reply is not None else set()
+    story.claim(
+        "a gang of eight gets the eight pieces of one accelerator, under one lease",
+        reply is not None and len(reply.granted) == 8 and len(devices) == 1,
+        "" if reply is None else f"lease {reply.lease}",
+    )
+
+
+def _place(  # noqa: PLR0913, PLR0917 - what a request says
     story: Play,
     request: str,
     tenant: str,
     demand: pl.Demand,
     tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED,
+    locality: pl.Locality.ValueType = pl.LOCALITY_ANY,
 ) -> pl.PlaceReply | None:
     """Return what a request got, or None where it was refused for now."""
     from alloy_brain.client import PlacementError
 
-    asked = pl.PlaceRequest(request=request, tenant=tenant, demands=[demand], tier_floor=tier)
+    asked = pl.PlaceRequest(
+        request=request, tenant=tenant, demands=[demand], tier_floor=tier, locality=locality
+    )
     began_s = time.monotonic()
     try:
         reply = story.client.place(asked)
@@ -273,12 +282,20 @@ def _place(
     return reply
 
 
-def _refusal(story: Play, request: str, demand: pl.Demand) -> tuple[str, str, tuple[str, ...]]:
+def _refusal(
+    story: Play,
+    request: str,
+    demand: pl.Demand,
+    tier: pb.Tier.ValueType = pb.TIER_UNSPECIFIED,
+) -> tuple[str, str, tuple[str, ...]]:
     """Return the status of a request that is refused, why, and what would be possible."""
     from alloy_brain.client import PlacementError
 
     try:
-        story.client.place(pl.PlaceRequest(request=request, tenant="lab", demands=[demand]))
+        asked = pl.PlaceRequest(
+            request=request, tenant="lab", demands=[demand], tier_floor=tier, dry_run=True
+        )
+        story.client.place(asked)
     except PlacementError as exc:
         return exc.code, exc.message, exc.possible
     return "OK", "it was placed", ()
@@ -458,7 +475,25 @@ def _caught(story: Play, node: str, piece: str, before_s: float, what: str) -> N
         return any(p.id == piece and p.tier == finding.tier_after for p in found.partitions)
 
     story.stage.until(lambda: known() or None, "the brain to know the lower tier", 10.0)
-    story.claim("the brain places nothing there that asks for more", known())
+    _closed_to_stronger(story, node, piece, finding.tier_before)
+
+
+def _closed_to_stronger(story: Play, node: str, piece: str, tier: int) -> None:
+    """Claim that a request for the tier of before does not get the piece."""
+    device = piece.partition("/")[0]
+    demand = pl.Demand(count=1, profile=piece.partition("/")[2].partition("@")[0])
+    request = f"stronger-{node}"
+    floor: Any = tier
+    code, why, _ = _refusal(story, request, demand, floor)
+    document = json.loads(story.client.explain(request=request).document.json)
+    shut = [
+        gate["reason"]
+        for one in document["candidates"]
+        if (one["node"], one["device"]) == (node, device) and one["tier"] == "advisory"
+        for gate in one["gates"]
+        if gate["gate"] == "tier" and gate["state"] != "open"
+    ]
+    story.claim("its tier gate is closed to whoever asks for more", shut, f"{code}: {why}")
 
 
 def _ill(story: Play) -> None:
