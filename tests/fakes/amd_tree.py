@@ -13,9 +13,12 @@ from __future__ import annotations
 import errno
 import shutil
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from alloy_agent.backends.amd import AmdBackend, AmdOptions
 from alloy_agent.backends.amd.files import Files
@@ -94,7 +97,10 @@ class Tree:
     def __post_init__(self) -> None:
         self.files = TreeFiles(self)
         self._version: tuple[int, int] | None = None
+        self._shown = b""
         self._touched = 0
+        self._renders = 0
+        self.lock = threading.RLock()  # held while files are re-made or read
         self.render()
 
     @property
@@ -148,12 +154,24 @@ class Tree:
     def refresh(self) -> None:
         """Render anew if the machine or this object changed."""
         self.machine.refresh()
-        if self._version != (self.machine.version, self._touched):
-            self.render()
+        if self._version == (self.machine.version, self._touched):
+            return
+        with self.lock:
+            if self._shown == self._visible():
+                self._version = self.machine.version, self._touched
+            else:
+                self.render()
+
+    def _visible(self) -> bytes:
+        """Return what of the machine the files show; scripted faults and events are not."""
+        state = self.machine.state
+        return msgspec.msgpack.encode((state.devices, state.clients, state.boot, self._touched))
 
     def render(self) -> None:
         """Write every file as the machine stands."""
         self._version = (self.machine.version, self._touched)
+        self._shown = self._visible()
+        self._renders += 1
         kfd = self.sys / "class/kfd/kfd"
         for stale in (kfd, self.sys / "class/drm", self.sys / "devices/platform"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -165,7 +183,7 @@ class Tree:
         put(kfd / "dev", f"{KFD_MAJOR}:0")
         put(self.root / "dev/kfd", "")
         put(self.sys / "module/amdgpu/version", self.machine.state.devices[0].driver)
-        put(kfd / "topology/generation_id", str(2 + self.machine.version))
+        put(kfd / "topology/generation_id", str(1 + self._renders))
         number = self._cpus(kfd)
         for state in self.machine.state.devices:
             number = self._device(kfd, state, number)
@@ -272,19 +290,23 @@ class Tree:
         (node / "io_links").mkdir(exist_ok=True)
 
     def _links(self, kfd: Path) -> None:
-        """Link every GPU node to every other of its hive, as the kernel lists them."""
-        nodes: dict[int, tuple[str, int]] = {}
+        """Link GPU nodes of a hive: within a device all, over devices like with like.
+
+        The kernel lists every pair; a part of them keeps large trees quick to make.
+        """
+        nodes: dict[int, tuple[str, int, int]] = {}
         for entry in (kfd / "topology/nodes").iterdir():
             words = dict(
                 line.split() for line in (entry / "properties").read_text().splitlines() if line
             )
             if int(words.get("hive_id", 0)):
-                place = int(words["location_id"]) & 0xFFF8
-                nodes[int(entry.name)] = (words["hive_id"], place)
-        for number, (hive, place) in nodes.items():
+                where = int(words["location_id"])
+                place, part = where & 0xFFF8, where >> 28 | where & 7
+                nodes[int(entry.name)] = (words["hive_id"], place, part)
+        for number, (hive, place, part) in nodes.items():
             index = 0
-            for other, (hive2, place2) in nodes.items():
-                if other == number or hive2 != hive:
+            for other, (hive2, place2, part2) in nodes.items():
+                if other == number or hive2 != hive or (place != place2 and part != part2):
                     continue
                 weight = 13 if place == place2 else 15
                 put(
@@ -386,12 +408,14 @@ class TreeFiles(Files):
         if path.endswith("/current_compute_partition") and odd.unknown_reads > 0:
             odd.unknown_reads -= 1
             return b"UNKNOWN\n"
-        return super().data(path, limit)
+        with self._tree.lock:
+            return super().data(path, limit)
 
     def open(self, path: str) -> int:
         """Return a descriptor; the file's content is made at each read."""
         self._enter("amd.read", path)
-        handle = super().open(path)
+        with self._tree.lock:
+            handle = super().open(path)
         self.handles[handle] = path
         return handle
 
@@ -435,12 +459,14 @@ class TreeFiles(Files):
     def names(self, path: str) -> list[str]:
         """Return the names in a directory."""
         self._enter("amd.read", path)
-        return super().names(path)
+        with self._tree.lock:
+            return super().names(path)
 
     def mark(self, path: str) -> int:
         """Return an inode that a restart of the driver changes, as the kernel's does."""
         self._enter("amd.read", path)
-        inode = super().mark(path)
+        with self._tree.lock:
+            inode = super().mark(path)
         return inode + (self._tree.machine.state.boot << 40) if path.endswith("/drm") else inode
 
     def _enter(self, call: str, path: str) -> DeviceState | None:
@@ -478,9 +504,12 @@ class refused:  # noqa: N801 - used like a function
 
 def put(path: Path, content: str | bytes) -> None:
     """Write a file, and its directories."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     raw = content if isinstance(content, bytes) else content.encode()
-    path.write_bytes(raw)
+    try:
+        path.write_bytes(raw)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
 
 
 def tree_of(
