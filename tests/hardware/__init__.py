@@ -1,0 +1,1 @@
+"""Read-only measurements on real devices; run by hand where there is one."""
