@@ -1,0 +1,1 @@
+"""Tests of the agent as a DRA driver."""
