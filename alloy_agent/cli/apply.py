@@ -100,7 +100,8 @@ def show(document: ApplyDocument) -> None:
         output.write(f"layout {report.layout}: already so, nothing done")
     elif document.reached:
         done = sum(step.state == "done" for step in report.steps)
-        output.write(f"layout {report.layout}: {report.outcome}, {done} steps done and read back")
+        steps = plan.count(done, "step")
+        output.write(f"layout {report.layout}: {report.outcome}, {steps} done and read back")
     else:
         output.write(f"layout {report.layout}: {report.outcome}")
     for line in report.pending:

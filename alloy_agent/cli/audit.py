@@ -68,18 +68,17 @@ def show(result: AuditResult, arguments: Namespace) -> None:
     if arguments.json:
         output.write(report.to_json(result))
     else:
-        output.write(report.to_table(result))
+        coloured = output.is_coloured()
+        output.write(report.to_table(result, colour=coloured, width=output.width()))
 
 
 def watch(node: NodeApi, result: AuditResult, arguments: Namespace) -> int:
     """Print a new result whenever a verdict or a tier changes, until interrupted."""
-    import sys
-
     from alloy_agent.daemon.documents import verdicts_of
 
     last = verdicts_of(result)
     while True:
-        sys.stdout.flush()
+        output.flush()
         time.sleep(WATCH_PERIOD_S)
         result = node.audit()
         now = verdicts_of(result)

@@ -26,15 +26,16 @@ def run(arguments: Namespace) -> int:
 
     with open_node(arguments) as node:
         document = node.devices()
+        said = frozenset(getattr(node, "notes", ()))  # a node of our own says them at its end
     if arguments.json:
         output.write_json(document)
     else:
-        show(document)
+        show(document, said)
     return 0
 
 
-def show(document: DevicesDocument) -> None:
-    """Print a devices document for people."""
+def show(document: DevicesDocument, said: frozenset[str] = frozenset()) -> None:
+    """Print a devices document for people, without the notes that are said anyway."""
     from alloy_agent.daemon.documents import device_views
 
     views = device_views(document)
@@ -53,13 +54,14 @@ def show(document: DevicesDocument) -> None:
         if not worker.alive:
             output.paragraph(f"worker {worker.backend} is down: {worker.reason}", "  ")
     for line in document.notes:
-        output.note(line)
+        if line not in said:
+            output.note(line)
 
 
 def _show_devices(views: tuple[DeviceView, ...]) -> None:
     columns = (
         Column("#", right=True),
-        Column("DEVICE"),
+        Column("DEVICE", flexible=True),
         Column("MODEL", flexible=True),
         Column("MEMORY", right=True),
         Column("SLICES", right=True),
@@ -190,7 +192,11 @@ def _show_links(views: tuple[DeviceView, ...]) -> None:
             rows.append((str(view.device.index), view.device.id, shown))
     if rows:
         output.write("")
-        columns = (Column("#", right=True), Column("DEVICE"), Column("LINKS", flexible=True))
+        columns = (
+            Column("#", right=True),
+            Column("DEVICE", flexible=True),
+            Column("LINKS", flexible=True),
+        )
         output.table(columns, rows)
 
 

@@ -98,6 +98,9 @@ def run_key(arguments: Namespace) -> int:
         raise ConfigError(
             f"{path}: there is no key yet", cure="run 'alloy-agent audit' once, which makes it"
         ) from exc
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: {exc}", cure="check --state-dir and its permissions") from exc
+    except OSError as exc:
+        reason = (exc.strerror or str(exc)).lower()
+        raise ConfigError(f"{path}: {reason}", cure="run as root, or check --state-dir") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: is no PEM file", cure="restore it from a backup") from exc
     return 0

@@ -8,6 +8,7 @@ the exit code.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -30,7 +31,11 @@ def add(commands: Any) -> None:
         help="start a command inside of a partition",
         usage="alloy-agent exec [-h] [--tenant NAME] PARTITION -- COMMAND [ARGUMENT ...]",
     )
-    parser.add_argument("partition", metavar="PARTITION", help="id as 'devices' shows it")
+    parser.add_argument(
+        "partition",
+        metavar="PARTITION",
+        help="id or UUID, or a beginning that names one; #GENERATION may follow",
+    )
     parser.add_argument("--tenant", metavar="NAME", help="whose the process is")
     parser.set_defaults(run=run)
 
@@ -76,6 +81,8 @@ def tenant_environment(access: Access, environ: Any) -> dict[str, str]:
 
 def become(argv: list[str], environment: dict[str, str]) -> int:
     """Turn into the command; return only if that fails."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and that is inherited
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, environment)  # noqa: S606 - no shell on purpose
     except FileNotFoundError:

@@ -2,7 +2,8 @@
 
 Exit codes: 0 done; 1 the answer is no (a step failed, a check failed, a record is bad, something
 required is missing); 2 refused before anything was touched (usage, input, permission, state); 3 a
-verdict is unknown; 70 a defect of the agent; 130 interrupted. `exec` exits as its command does, or
+verdict is unknown; 70 a defect of the agent; 74 the answer could not be written; 130 interrupted.
+`exec` exits as its command does, or
 125 when it cannot start it.
 """
 
@@ -24,6 +25,7 @@ from alloy_agent.cli import (
     doctor,
     evidence,
     execute,
+    output,
     plan,
     run,
 )
@@ -32,6 +34,7 @@ from alloy_agent.errors import AlloyError, ApplyError
 NEGATIVE = 1
 REFUSED = 2
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
+NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
@@ -85,7 +88,8 @@ def _close_output() -> None:
 
 def _one_line(text: str) -> str:
     """Return a text as one line that any terminal takes; arguments may be any bytes."""
-    return " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    line = output.printable(" ".join(text.split()))
+    return line.encode("utf-8", "backslashreplace").decode()
 
 
 def _say(line: str) -> None:
@@ -104,13 +108,17 @@ def _guarded(call: Callable[[], int], command: str, debug: bool) -> int:
     """Return what a command returns, with every failure turned into one line and a code."""
     try:
         code = call()
-        sys.stdout.flush()
+        output.flush()
     except BrokenPipeError:
         _close_output()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+    except output.OutputError as exc:
+        _close_output()
+        _say(str(exc))
+        return NOT_WRITTEN
     except AlloyError as exc:
         if debug:
             raise
@@ -135,6 +143,7 @@ def split_tail(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    output.open_streams()
     head, tail = split_tail(list(sys.argv[1:] if argv is None else argv))
     arguments = build_parser().parse_args(head)
     arguments.tail = tail

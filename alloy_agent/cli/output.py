@@ -1,7 +1,12 @@
-"""How answers look: plain in a pipe, drawn on a terminal, never wider than 100 columns."""
+"""How answers look: plain in a pipe, drawn on a terminal, never wider than 100 columns.
+
+Rules that stay true in here: no text from elsewhere steers a terminal, whatever it holds; every
+character can be printed in every locale; an answer that could not be written is an error.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -9,27 +14,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from alloy_agent.errors import AlloyError
+
 if TYPE_CHECKING:
     from alloy_agent.daemon.api import OnProgress, Progress
 
 WIDTH = 100
+NARROWEST = 40  # a terminal that says less is not believed
+PLAIN_RULES = str.maketrans("─│…", "-|.")  # where the locale has no such characters
 GAP = 2
 MIN_FLEXIBLE = 12
 
+# SGR parameters. Source: ECMA-48, section 8.3.117
 STYLES = {
-    "pass": "green",
-    "fail": "bold red",
-    "unknown": "yellow",
-    "hard": "green",
-    "enforced": "cyan",
-    "soft": "yellow",
-    "advisory": "magenta",
-    "ok": "green",
-    "missing": "bold red",
-    "lost": "bold red",
-    "stalled": "bold red",
-    "failed": "bold red",
+    "pass": "32",
+    "fail": "1;31",
+    "unknown": "33",
+    "hard": "32",
+    "enforced": "36",
+    "soft": "33",
+    "advisory": "35",
+    "ok": "32",
+    "missing": "1;31",
+    "lost": "1;31",
+    "stalled": "1;31",
+    "failed": "1;31",
 }
+
+
+class OutputError(AlloyError):
+    """The answer could not be written: the disk behind standard output is full, or it failed."""
 
 
 class Column(NamedTuple):
@@ -40,11 +54,81 @@ class Column(NamedTuple):
     right: bool = False
 
 
+def open_streams() -> None:
+    """Make the three standard streams usable, whoever closed them and whatever the locale is.
+
+    A closed one becomes nowhere: else the next file opened would take its number, and what is
+    printed would land in it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Turn a failed write to standard output into an error that says so; a closed pipe stays one.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        reason = (exc.strerror or str(exc)).lower()
+        raise OutputError(f"standard output: {reason}", cure="the answer is not complete") from exc
+
+
+def printable(text: str) -> str:
+    """Return a text without characters that would steer a terminal, its line ends kept."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def write(text: str) -> None:
     """Write one block of text and a line end to standard output."""
-    sys.stdout.write(text)
-    if not text.endswith("\n"):
-        sys.stdout.write("\n")
+    if (sys.stdout.encoding or "").lower().replace("-", "") != "utf8":
+        text = text.translate(PLAIN_RULES)
+    with writing():
+        sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def flush() -> None:
+    """Hand on what was written.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    with writing():
+        sys.stdout.flush()
+
+
+def width() -> int:
+    """Return how wide the page is: the terminal's width up to 100, 100 in a pipe."""
+    if not is_terminal():
+        return WIDTH
+    columns = shutil.get_terminal_size().columns
+    return min(WIDTH, columns) if columns >= NARROWEST else NARROWEST
+
+
+def is_coloured() -> bool:
+    """Whether colours are wanted: a terminal that can, and nobody said no."""
+    return is_terminal() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def write_json(document: object) -> None:
@@ -62,7 +146,7 @@ def is_terminal() -> bool:
 
 def note(line: str) -> None:
     """Write a remark that is no part of the answer."""
-    print(f"alloy-agent: {line}", file=sys.stderr)
+    print(f"alloy-agent: {printable(line)}", file=sys.stderr)
 
 
 def _natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
@@ -82,8 +166,9 @@ def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) ->
     widths = _natural(columns, rows)
     room = width - GAP * (len(columns) - 1)
     flexible = [i for i, column in enumerate(columns) if column.flexible]
+    floors = [max(MIN_FLEXIBLE, len(column.title)) for column in columns]
     while sum(widths) > room:
-        givers = [i for i in flexible if widths[i] > MIN_FLEXIBLE] or range(len(widths))
+        givers = [i for i in flexible if widths[i] > floors[i]] or range(len(widths))
         widest = max(givers, key=lambda i: widths[i])
         if widths[widest] <= 1:
             break
@@ -95,59 +180,66 @@ def _wrapped(cell: str, width: int) -> list[str]:
     return textwrap.wrap(cell, width, break_long_words=True, break_on_hyphens=False) or [""]
 
 
-def _lines(columns: Sequence[Column], row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Yield the lines of one row, its long cells broken."""
+def _lines(
+    columns: Sequence[Column],
+    row: Sequence[str],
+    widths: Sequence[int],
+    codes: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yield the lines of one row, its long cells broken, each cell in its colour."""
     cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
     for number in range(max(len(cell) for cell in cells)):
         parts = []
-        for column, cell, width in zip(columns, cells, widths, strict=True):
+        for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):
             text = cell[number] if number < len(cell) else ""
-            parts.append(text.rjust(width) if column.right else text.ljust(width))
+            last = index == len(columns) - 1
+            blanks = " " * (widths[index] - len(text))
+            code = codes[index] if index < len(codes) else ""
+            shown = f"\x1b[{code}m{text}\x1b[0m" if code and text else text
+            padded = f"{blanks}{shown}" if column.right else f"{shown}{'' if last else blanks}"
+            parts.append(padded)
         yield (" " * GAP).join(parts).rstrip()
 
 
 def plain_table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int = WIDTH
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int = WIDTH,
+    *,
+    drawn: bool = False,
+    coloured: bool = False,
 ) -> str:
-    """Return a table of plain text, at most `width` columns wide."""
-    widths = fit(columns, rows, width)
-    lines = list(_lines(columns, [c.title for c in columns], widths))
-    for row in rows:
-        lines.extend(_lines(columns, row, widths))
+    """Return a table of text, at most `width` columns wide.
+
+    Args:
+        columns: What stands in the columns.
+        rows: The cells; whatever they hold stays on its line.
+        width: The page.
+        drawn: With a rule below the titles.
+        coloured: Titles bold, words of meaning in their colours.
+    """
+    safe = [[printable(" ".join(cell.split())) for cell in row] for row in rows]
+    widths = fit(columns, safe, width)
+    bold = ["1"] * len(columns) if coloured else []
+    lines = list(_lines(columns, [c.title for c in columns], widths, bold))
+    if drawn:
+        lines.append("─" * (sum(widths) + GAP * (len(columns) - 1)))
+    for row in safe:
+        codes = [STYLES.get(cell, "") for cell in row] if coloured else []
+        lines.extend(_lines(columns, row, widths, codes))
     return "\n".join(lines)
-
-
-def _rich_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-    for column in columns:
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            overflow="fold",
-            no_wrap=not column.flexible and len(rows) > 0 and len(columns) < 8,
-        )
-    for row in rows:
-        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    Console(width=width, highlight=False).print(table)
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Write a table: drawn on a terminal, plain in a pipe."""
-    if not is_terminal():
-        write(plain_table(columns, rows))
-        return
-    sys.stdout.flush()
-    _rich_table(columns, rows, min(WIDTH, shutil.get_terminal_size().columns))
+    drawn = is_terminal()
+    write(plain_table(columns, rows, width(), drawn=drawn, coloured=is_coloured()))
 
 
 def paragraph(text: str, indent: str = "") -> None:
     """Write a text wrapped to the width, its further lines indented."""
-    write(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False))
+    text = printable(text)
+    write(textwrap.fill(text, width(), subsequent_indent=indent, break_on_hyphens=False))
 
 
 @contextmanager
@@ -157,11 +249,13 @@ def progress(what: str) -> Iterator[OnProgress | None]:
         yield None
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(what) as status:
+    with Console(stderr=True).status(Text(printable(what))) as status:
 
         def show(step: Progress) -> None:
-            status.update(f"{what} [{step.done}/{step.total}] {step.text}")
+            line = f"{what} [{step.done}/{step.total}] {step.text}"
+            status.update(Text(printable(line)))
 
         yield show
 

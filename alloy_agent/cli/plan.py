@@ -40,6 +40,9 @@ def run(arguments: Namespace) -> int:
 
 def show(document: PlanDocument) -> None:
     """Print a plan for people."""
+    from alloy_agent.planner.names import short_names, shortened
+
+    names = short_names(_devices(document))
     if not document.steps:
         output.write(f"layout {document.layout}: nothing to do")
     else:
@@ -52,8 +55,11 @@ def show(document: PlanDocument) -> None:
         rows = [
             (
                 str(step.number),
-                step.text,
-                "; ".join(f"{i.scope} {i.subject}: {i.why}" for i in step.interrupts) or "-",
+                shortened(step.text, names),
+                shortened(
+                    "; ".join(f"{i.scope} {i.subject}: {i.why}" for i in step.interrupts), names
+                )
+                or "-",
                 "yes" if step.reversible else "no",
             )
             for step in document.steps
@@ -61,13 +67,25 @@ def show(document: PlanDocument) -> None:
         output.table(columns, rows)
         output.write(summary(document))
     for line in document.notes:
-        output.paragraph(f"note: {line}", "  ")
+        output.paragraph(f"note: {shortened(line, names)}", "  ")
+
+
+def _devices(document: PlanDocument) -> set[str]:
+    """Return the devices that a plan speaks of."""
+    pieces = (*document.kept, *document.expected)
+    return {step.device for step in document.steps} | {p.rpartition("/")[0] for p in pieces}
 
 
 def summary(document: PlanDocument) -> str:
     """Return one line: how many steps, what is kept, destroyed and interrupted."""
     cost = document.cost
     return (
-        f"layout {document.layout}: {len(document.steps)} steps, keeps {len(document.kept)} "
-        f"partitions, destroys {cost.destroyed}, interrupts {cost.interrupted_devices} devices"
+        f"layout {document.layout}: {count(len(document.steps), 'step')}, "
+        f"keeps {count(len(document.kept), 'partition')}, destroys {cost.destroyed}, "
+        f"interrupts {count(cost.interrupted_devices, 'device')}"
     )
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 step" or "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -318,12 +318,13 @@ class Node:
             ConfigError: There is no such partition, or another tenant is in it.
         """
         from alloy_agent.daemon import documents
+        from alloy_agent.planner.names import find_partition
         from alloy_agent.store import Binding
 
         self._changer()
         with self._changing:
             snapshot = self.observe()
-            found = _partition(partition, snapshot.partitions)
+            found = find_partition(partition, snapshot.partitions)
             name = _tenant(found, tenant)
             self.store.bind(
                 Binding(
@@ -353,9 +354,11 @@ class Node:
 
     def release(self, partition: str, tenant: str) -> int:
         """Take the bindings of a tenant to a partition back; return how many there were."""
+        from alloy_agent.planner.names import find_partition
+
         self._changer()
         with self._changing:
-            found = _partition(partition, self.observe().partitions)
+            found = find_partition(partition, self.observe().partitions)
             return self.store.unbind(found.id, tenant=TenantId(tenant) if tenant else None)
 
     # --- audit and doctor ---
@@ -505,23 +508,6 @@ def _refuse_changed(request: LayoutRequest, snapshot: Snapshot) -> None:
                 f"partition {partition}: planned at generation {generation}, {now}",
                 cure="plan again",
             )
-
-
-def _partition(name: str, partitions: Sequence[Partition]) -> Partition:
-    """Return the partition of this id or UUID.
-
-    Raises:
-        ConfigError: There is none, with the ones that look like it.
-    """
-    for partition in partitions:
-        if name in (partition.id, partition.uuid):
-            return partition
-    import difflib
-
-    ids = [str(p.id) for p in partitions]
-    close = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
-    cure = f"did you mean {' or '.join(close)}?" if close else "see 'alloy-agent devices'"
-    raise ConfigError(f"partition {name}: there is none of this id", cure=cure)
 
 
 def _tenant(partition: Partition, tenant: str | None) -> TenantId:

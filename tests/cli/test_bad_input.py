@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -209,3 +210,13 @@ def test_no_command_line_makes_a_traceback(
             main([command, "--no-such-option", *words])
         assert refused.value.code in (0, 2)
         assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null", "/proc/self/mem/x", "{folder}/pipe"])
+def test_evidence_that_is_none(alloy: Run, tmp_path: Path, path: str) -> None:
+    """What is no chain is one line, at once, without opening it."""
+    os.mkfifo(tmp_path / "pipe")
+    done = alloy("evidence", "verify", path.format(folder=tmp_path))
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "name a directory or a file" in done.err or "name one of the two" in done.err

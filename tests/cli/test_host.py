@@ -63,6 +63,20 @@ def test_a_tenant_is_where_it_was_put(site: Site) -> None:
     assert f"{site.root}/{partition['id']}" in done.stdout
 
 
+def test_a_tenant_is_named_by_a_beginning_and_inherits_nothing_odd(site: Site) -> None:
+    """A unique beginning is enough, a generation that is over is not; SIGPIPE ends a tenant."""
+    (partition,) = site.partitions()
+    name, generation = partition["id"][:-1], partition["generation"]
+    script = "trap '' TERM; yes | head -1; grep SigIgn /proc/self/status"
+    done = site.run("exec", f"{name}#{generation}", "--", "sh", "-c", script)
+    assert (done.returncode, done.stderr) == (0, "")
+    ignored = int(done.stdout.split("SigIgn:")[1], 16)
+    assert ignored == 1 << (signal.SIGTERM - 1)
+    refused = site.run("exec", f"{name}#{generation + 1}", "--", "true")
+    assert refused.returncode == 125
+    assert f"is at generation {generation}, not {generation + 1}" in refused.stderr
+
+
 def test_signals_reach_the_tenant_itself(site: Site) -> None:
     """The process that exec became is the command; what kills it is its exit."""
     running = tenant(site, "sleep", "60")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,3 +41,27 @@ def test_every_table_fits(rows: list[tuple[str, str, str, str]]) -> None:
     assert all(len(line) <= WIDTH for line in text.splitlines())
     kept = sum(len(cell) for row in rows for cell in row)
     assert len("".join(text.split())) == kept + len("ABCD")
+
+
+HOSTILE = st.text(max_size=60)
+
+
+@given(st.lists(st.tuples(HOSTILE, HOSTILE), max_size=4))
+def test_no_cell_steers_a_terminal(rows: list[tuple[str, str]]) -> None:
+    """Whatever a cell holds, a row stays on its lines and nothing but printable text comes out."""
+    text = plain_table((Column("A", flexible=True), Column("B")), rows)
+    assert all(line.isprintable() and len(line) <= WIDTH for line in text.split("\n"))
+
+
+def test_colours_are_words_of_meaning_only() -> None:
+    """Drawn and coloured it is the same table with a rule; a word in a sentence has no colour."""
+    columns = (Column("ID"), Column("TIER"), Column("WHY"))
+    rows = [("a", "hard", "it is hard")]
+    plain, drawn = (
+        plain_table(columns, rows, drawn=d, coloured=d).splitlines() for d in (False, True)
+    )
+    bare = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in drawn]
+    assert [bare[0], bare[2]] == plain
+    assert set(bare[1]) == {"─"}
+    assert drawn[2].count("\x1b[32mhard\x1b[0m") == 1
+    assert drawn[2].endswith("it is hard")

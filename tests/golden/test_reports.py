@@ -120,6 +120,35 @@ def test_nothing_steers_the_terminal() -> None:
     assert "\\x1b" in text
 
 
+def test_what_fails_alike_is_told_once_with_short_names() -> None:
+    """Nine pieces of one GPU that fail in the same way are one entry, and ids stay unbroken."""
+    result = audited()
+    report_, device = result.partitions[0], result.devices[0]
+    uuid = "GPU-29f7be15-b41a-57ec-8e9d-406335e59932"
+    many = []
+    for start in range(9):
+        piece = msgspec.structs.replace(report_.partition, id=f"{uuid}/1g.10gb@{start}")
+        fail = msgspec.structs.replace(
+            report_.judgements[0],
+            subject=piece.id,
+            verdict=Verdict.FAIL,
+            observed=f"{uuid} differs",
+        )
+        many.append(msgspec.structs.replace(report_, partition=piece, judgements=(fail,)))
+    wide = msgspec.structs.replace(
+        result,
+        devices=(msgspec.structs.replace(device, id=uuid),),
+        partitions=tuple(many),
+        node_judgements=(),
+    )
+    text = report.to_table(wide, colour=False)
+    assert text.count(f"FAIL {many[0].judgements[0].check} ") == 1
+    assert "and 3 more: " in " ".join(text.split())
+    assert "GPU-29f7be15/1g.10gb@8" in text
+    assert "observed  GPU-29f7be15 differs" in text
+    assert uuid not in "".join(text.split())
+
+
 def test_json() -> None:
     """The document is as approved and reads back as the same result."""
     text = report.to_json(audited())

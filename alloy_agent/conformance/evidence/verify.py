@@ -13,6 +13,9 @@ kept (`expected_head`), and that is checked too.
 from __future__ import annotations
 
 import base64
+import fnmatch
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +109,13 @@ def verify(
         ConfigError: The path or the key cannot be read.
     """
     key = PublicKey.from_pem(public_key) if public_key is not None else None
-    files = _files(path)
+    try:
+        files = _files(path)
+    except OSError as exc:
+        raise ConfigError(
+            f"evidence {path}: {(exc.strerror or str(exc)).lower()}",
+            cure="run as a user who may read it",
+        ) from exc
     whole = path.is_dir()
     chain = _Chain(key, expected_head, starts_at=1 if whole else None)
     for file in files:
@@ -121,12 +130,22 @@ def verify(
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if not path.exists():
+    """Return the files of a chain, oldest first.
+
+    Raises:
+        OSError: This user may not look.
+    """
+    mode = path.stat().st_mode if os.path.lexists(path) else None
+    if mode is None:
         raise ConfigError(f"evidence {path} does not exist", cure="name a directory or a file")
+    if stat.S_ISREG(mode):
+        return [path]
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"evidence {path} is no directory or file", cure="name one of the two")
     inner = path / "evidence"
-    return sorted((inner if inner.is_dir() else path).glob(FILE_GLOB))
+    folder = inner if inner.is_dir() else path
+    names = os.listdir(folder)  # noqa: PTH208 - unlike glob, it fails where it may not look
+    return sorted(folder / name for name in names if fnmatch.fnmatchcase(name, FILE_GLOB))
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:

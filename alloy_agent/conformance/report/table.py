@@ -1,4 +1,8 @@
-"""One audit result for a terminal: at most 100 columns, coloured only where somebody looks."""
+"""One audit result for a terminal: at most 100 columns, coloured only where somebody looks.
+
+Long device ids are cut short as far as they stay unique; `exec` takes them as they are shown. What
+fails in the same way in several places is told once.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING
 from alloy_agent.conformance.checks.tiers import BEST
 from alloy_agent.conformance.report.documents import all_judgements, time_of
 from alloy_agent.model import AuditResult, Judgement, PartitionReport, Verdict
+from alloy_agent.planner.names import short_names, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +32,7 @@ COLOURS = {
     "advisory": "magenta",
 }
 WORDS = {Verdict.NOT_APPLICABLE: "n/a"}
+SUBJECTS_SHOWN = 6
 
 
 def to_table(result: AuditResult, *, colour: bool | None = None, width: int = WIDTH) -> str:
@@ -51,11 +57,12 @@ def to_table(result: AuditResult, *, colour: bool | None = None, width: int = WI
         legacy_windows=False,
     )
     _head(console, result)
+    names = short_names(device.id for device in result.devices)
     if result.partitions:
-        _partitions(console, result.partitions)
+        _partitions(console, result.partitions, names)
     else:
         console.print("no partitions")
-    _problems(console, result)
+    _problems(console, result, names)
     _passes(console, result)
     _residual(console, result)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
@@ -91,7 +98,9 @@ def _head(console: Console, result: AuditResult) -> None:
     console.print(line)
 
 
-def _partitions(console: Console, reports: Iterable[PartitionReport]) -> None:
+def _partitions(
+    console: Console, reports: Iterable[PartitionReport], names: dict[str, str]
+) -> None:
     from rich import box
     from rich.table import Table
 
@@ -101,33 +110,43 @@ def _partitions(console: Console, reports: Iterable[PartitionReport]) -> None:
     table.add_column("tier", no_wrap=True)
     table.add_column("why not better", overflow="fold")
     for report in reports:
-        name = report.partition.id + (" (simulated)" if report.simulated else "")
+        name = shortened(report.partition.id, names)
+        name += " (simulated)" if report.simulated else ""
         table.add_row(
             _plain(name),
             _plain(report.partition.tenant or "-"),
             _styled(report.tier.value),
-            _plain(report.reason.removeprefix(BEST)),
+            _plain(shortened(report.reason.removeprefix(BEST), names)),
         )
     console.print(table)
 
 
-def _problems(console: Console, result: AuditResult) -> None:
+def _problems(console: Console, result: AuditResult, names: dict[str, str]) -> None:
     from rich.text import Text
 
-    listed = [
-        judgement
-        for judgement, _ in all_judgements(result)
-        if judgement.verdict in {Verdict.FAIL, Verdict.UNKNOWN}
-    ]
-    for judgement in sorted(listed, key=lambda j: (j.verdict is not Verdict.FAIL, j.check)):
+    alike: dict[tuple[object, ...], list[Judgement]] = {}
+    for judgement, _ in all_judgements(result):
+        if judgement.verdict in {Verdict.FAIL, Verdict.UNKNOWN}:
+            key = (judgement.check, judgement.claim, judgement.verdict, *_details(judgement))
+            alike.setdefault(key, []).append(judgement)
+    groups = sorted(alike.values(), key=lambda g: (g[0].verdict is not Verdict.FAIL, g[0].check))
+    for group in groups:
+        first = group[0]
+        subjects = [shortened(judgement.subject, names) for judgement in group]
         head = Text.assemble(
-            _styled(judgement.verdict.value.upper(), judgement.verdict.value),
-            _safe(f" {judgement.check} {judgement.subject}: {judgement.claim}"),
+            _styled(first.verdict.value.upper(), first.verdict.value),
+            _safe(f" {first.check} {_several(subjects)}: {first.claim}"),
         )
         console.print()
         console.print(head)
-        for label, text in _details(judgement):
-            console.print(_plain(f"  {label:<9} {text}"))
+        for label, text in _details(first):
+            console.print(_plain(f"  {label:<9} {shortened(text, names)}"))
+
+
+def _several(subjects: list[str]) -> str:
+    more = len(subjects) - SUBJECTS_SHOWN
+    shown = ", ".join(subjects[:SUBJECTS_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _details(judgement: Judgement) -> list[tuple[str, str]]:

@@ -1,0 +1,98 @@
+"""Names of devices and pieces as people read and type them.
+
+An id is long where its device is named by a UUID. What is shown to a person may be cut short as
+long as it still names one device, and what a person types may be cut short as long as it names one
+partition. Documents, the journal and evidence always hold the whole id.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from alloy_agent.errors import ConfigError
+from alloy_agent.model import Partition
+
+LONGEST: Final = 24  # ids up to this length are shown whole
+SHORTEST: Final = 12  # "GPU-29f7be15"
+SHOWN: Final = 4  # candidates in a refusal
+GENERATION: Final = re.compile(r"(.+)#([0-9]{1,18})")
+
+
+def short_names(devices: Iterable[str]) -> dict[str, str]:
+    """Return a short name for each long device id: its shortest part that no other id begins with.
+
+    An id is cut before a dash only; one that cannot be cut is absent.
+    """
+    every = sorted(set(devices))
+    short = {}
+    for device in every:
+        if len(device) <= LONGEST:
+            continue
+        others = [other for other in every if other != device]
+        cuts = [at for at, c in enumerate(device) if c == "-" and at >= SHORTEST]
+        unique = (c for c in cuts if not any(other.startswith(device[:c]) for other in others))
+        cut = next(unique, None)
+        if cut is not None:
+            short[device] = device[:cut]
+    return short
+
+
+def shortened(text: str, names: dict[str, str]) -> str:
+    """Return a text with every long device id in it replaced by its short name."""
+    for device in sorted(names, key=len, reverse=True):
+        text = text.replace(device, names[device])
+    return text
+
+
+def find_partition(name: str, partitions: Sequence[Partition]) -> Partition:
+    """Return the partition that a person means.
+
+    Args:
+        name: An id or UUID, or as much of its beginning as names one partition; the device's part
+            may be cut short by itself (`GPU-29f7/1g.10gb@2`). With `#GENERATION` behind it, that
+            generation only.
+        partitions: Those that exist.
+
+    Raises:
+        ConfigError: It names none, several, or another generation.
+    """
+    exact = [p for p in partitions if name in (p.id, p.uuid)]
+    wanted: int | None = None
+    if not exact and (match := GENERATION.fullmatch(name)):
+        name, wanted = match[1], int(match[2])
+        exact = [p for p in partitions if name in (p.id, p.uuid)]
+    found = exact or [p for p in partitions if name and _begins(p, name)]
+    if len(found) > 1:
+        ids = sorted(str(p.id) for p in found)
+        more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+        raise ConfigError(
+            f"partition {name}: begins the names of {', '.join(ids[:SHOWN])}{more}",
+            cure="write more of it",
+        )
+    if not found:
+        raise _none(name, partitions)
+    if wanted not in (None, found[0].generation):
+        raise ConfigError(
+            f"partition {found[0].id}: is at generation {found[0].generation}, not {wanted}",
+            cure="see 'alloy-agent devices'",
+        )
+    return found[0]
+
+
+def _begins(partition: Partition, name: str) -> bool:
+    """Whether a name is the beginning of an id or UUID, or of both parts of an id."""
+    if partition.id.startswith(name) or (partition.uuid or "").startswith(name):
+        return True
+    device, slash, piece = name.rpartition("/")
+    own = partition.id[len(partition.device) + 1 :]
+    return bool(slash and device) and partition.device.startswith(device) and own == piece
+
+
+def _none(name: str, partitions: Sequence[Partition]) -> ConfigError:
+    ids = [str(p.id) for p in partitions]
+    close = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
+    cure = f"did you mean {' or '.join(close)}?" if close else "see 'alloy-agent devices'"
+    return ConfigError(f"partition {name}: there is none of this id", cure=cure)
