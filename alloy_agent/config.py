@@ -177,14 +177,32 @@ class AuditSettings(Value, frozen=True, kw_only=True):
 class MetricsSettings(Value, frozen=True, kw_only=True):
     """Where `/metrics`, `/healthz` and `/readyz` are served.
 
-    `token_file` holds the bearer token that `/metrics` then asks for.
+    `token_file` holds the bearer token that `/metrics` then asks for; with `client_ca_file` clients
+    must show a certificate of that authority. `dcgm` also serves `/metrics/dcgm`, the names that
+    dashboards for NVIDIA's exporter ask for. What is over `series_max` is left out and counted.
     """
 
     enabled: bool = True
     address: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1:9464"
     tls_certificate_file: FilePath | None = None
     tls_key_file: FilePath | None = None
+    client_ca_file: FilePath | None = None
     token_file: FilePath | None = None
+    dcgm: bool = False
+    series_max: Annotated[int, Meta(ge=100, le=1_000_000)] = 6000
+
+
+class TelemetrySettings(Value, frozen=True, kw_only=True):
+    """How samples become gates, health and usage.
+
+    `kernel_log` is read as a second witness of faults. With `shadow`, health is judged and told
+    but closes no gate. `hook` is a program that is run when something is drained or taken back.
+    """
+
+    period_s: Annotated[float, duration("100ms", "10s")] = 1.0
+    kernel_log: bool = True
+    shadow: bool = False
+    hook: FilePath | None = None
 
 
 class BrainSettings(Value, frozen=True, kw_only=True):
@@ -234,6 +252,7 @@ class Settings(Value, frozen=True, kw_only=True):
     observe: ObserveSettings = ObserveSettings()
     audit: AuditSettings = AuditSettings()
     metrics: MetricsSettings = MetricsSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
     brain: BrainSettings = BrainSettings()
     log: LogSettings = LogSettings()
 
@@ -394,6 +413,9 @@ def _check_together(settings: Settings, tree: Located) -> None:
         ("reconnect_max_s", brain.reconnect_max_s),
     )
     _both(tree, "metrics", "tls_certificate_file", "tls_key_file", metrics)
+    if metrics.client_ca_file is not None and metrics.tls_certificate_file is None:
+        cause = "stands without metrics.tls_certificate_file"
+        raise _conflict(tree, "metrics", "client_ca_file", cause, "add the certificate and its key")
     _both(tree, "brain", "certificate_file", "key_file", brain)
     _check_address(tree, "metrics", metrics.address)
     if settings.layout.name is not None and settings.layout.file is None:

@@ -11,7 +11,7 @@ import collections
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from alloy_agent.daemon.keeping import geometry
 from alloy_agent.host import clock
 
 if TYPE_CHECKING:
+    from alloy_agent.daemon.telemetry import HealthChange
     from alloy_agent.leases import Change
     from alloy_agent.model import (
         AuditResult,
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
         Snapshot,
     )
     from alloy_agent.proto import agent_pb2 as pb
-    from alloy_agent.uplink.codec import Standing
+    from alloy_agent.telemetry.metering import UsageRow
+    from alloy_agent.telemetry.window import Quantiles
+    from alloy_agent.uplink.codec import GateRow, Standing
 
 MAX_WAITING = 1024  # messages of one watcher
 SAMPLE_PERIOD_S = 1.0  # where a watcher asks for no pace
@@ -59,6 +62,8 @@ class Feed:
         self._on_event: Callable[[pb.AgentMessage], object] | None = None
         self._on_state: Callable[[pb.AgentMessage], object] | None = None
         self._samples = itertools.count(1)
+        self._gates: Callable[[], Mapping[str, GateRow]] = dict
+        self._draining: Callable[[], frozenset[str]] = frozenset
 
     # --- what the loops say ---
 
@@ -94,6 +99,49 @@ class Feed:
         message = codec.lease_change(change, now_s, command_id)
         self._event(pb.AgentMessage(lease_change=message))
 
+    def judge_by(
+        self,
+        gates: Callable[[], Mapping[str, GateRow]],
+        draining: Callable[[], frozenset[str]],
+    ) -> None:
+        """Take the gates, and what is drained, from these from now on."""
+        self._gates, self._draining = gates, draining
+
+    def gates_changed(self) -> None:
+        """Tell at once that a gate is otherwise than before."""
+        message = self.sample()
+        if message is not None:
+            if self._on_state is not None:
+                self._on_state(message)
+            self._tell(message)
+
+    def drains_changed(self) -> None:
+        """Tell at once what is drained and what is not."""
+        self._revision += 1
+        self._tell_state()
+
+    def health_changed(self, change: HealthChange) -> None:
+        """Tell of a device's health, or of one more event that was counted on it."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        message = codec.health_change(change, clock.boottime_s(), shadow=change.shadow)
+        self._event(pb.AgentMessage(health=message))
+
+    def used(self, row: UsageRow) -> None:
+        """Tell of usage that was closed."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        self._event(pb.AgentMessage(usage=codec.usage(row)))
+
+    def slow(self, quantiles: Iterable[tuple[str, str, Quantiles]]) -> pb.AgentMessage:
+        """Return quantiles as one message."""
+        from alloy_agent.proto import agent_pb2 as pb
+        from alloy_agent.uplink import codec
+
+        return pb.AgentMessage(slow=codec.slow(self._revision, quantiles))
+
     def forward(
         self,
         on_event: Callable[[pb.AgentMessage], object],
@@ -115,7 +163,9 @@ class Feed:
         now_s = clock.boottime_s()
         partitions = codec.partition_state(snapshot, revision, now_s, self._standings())
         return (
-            pb.AgentMessage(inventory=codec.inventory(snapshot, revision)),
+            pb.AgentMessage(
+                inventory=codec.inventory(snapshot, revision, draining=self._draining())
+            ),
             pb.AgentMessage(partition_state=partitions),
         )
 
@@ -131,7 +181,7 @@ class Feed:
             self._signals(),
             [p.id for p in snapshot.partitions],
             [d.id for d in snapshot.devices],
-            {},
+            self._gates(),
             clock.boottime_s(),
             (revision, revision),
             next(self._samples),
@@ -144,11 +194,15 @@ class Feed:
         audit = self._audit
         tiers = {r.partition.id: (r.tier, r.reason) for r in audit.partitions} if audit else {}
         holders = {piece.partition: lease.id for lease in self._leases() for piece in lease.pieces}
+        draining = self._draining()
         found: dict[PartitionId, Standing] = {}
         for partition in self._snapshot.partitions if self._snapshot else ():
             tier, reason = tiers.get(partition.id, (None, "not audited yet"))
             found[partition.id] = Standing(
-                tier=tier, tier_reason=reason, lease=holders.get(partition.id)
+                tier=tier,
+                tier_reason=reason,
+                lease=holders.get(partition.id),
+                draining=partition.id in draining,
             )
         return found
 

@@ -2,6 +2,7 @@
 
     signals ---> main thread: reload, stop, watchdog
     observe      every second and on device events: one snapshot for everyone
+    judge        every second: samples to windows, gates, health and usage
     keep         on each new snapshot: bring back what the layout wants and somebody took away
     audit        the auditor's own loop, event-driven
     http, control                  listeners, answered from what the loops have seen
@@ -55,10 +56,13 @@ if TYPE_CHECKING:
     from alloy_agent.config import BrainSettings, Settings
     from alloy_agent.conformance.auditor import Auditor
     from alloy_agent.conformance.checks import Intent
+    from alloy_agent.daemon.live import TopDocument
     from alloy_agent.daemon.service import NodeService
+    from alloy_agent.daemon.telemetry import Telemetry
     from alloy_agent.leases import View
     from alloy_agent.model import Fact
     from alloy_agent.proto import agent_pb2 as pb
+    from alloy_agent.telemetry.drains import Drained
     from alloy_agent.telemetry.metrics import MetricsPage
     from alloy_agent.uplink.client import Uplink
     from alloy_agent.uplink.desk import LeaseDesk
@@ -67,6 +71,8 @@ LOG = logging.getLogger(__name__)
 
 KEEP_PERIOD_S = 5.0
 LEASE_PERIOD_S = 1.0
+SLOW_PERIOD_S = 10.0  # quantiles to the brain
+FRAMES_TAKEN = 40  # of the 64 that a device's page keeps
 LATE_S = 30.0  # a loop without a finished tick for so long is not healthy
 STOP_JOIN_S = 1.0
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
@@ -179,6 +185,9 @@ class Daemon:
         self.desk: LeaseDesk | None = None
         self.auditor: Auditor | None = None
         self.uplink: Uplink | None = None
+        self.telemetry: Telemetry | None = None
+        self._early: list[DeviceEvent] = []  # came before the telemetry was there
+        self._slow_s = 0.0
         self._reread = reread
         self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._started_s = clock.boottime_s()
@@ -215,6 +224,7 @@ class Daemon:
         )
         stack.enter_context(self.node)
         self._log_settings()
+        self._start_telemetry(stack)
         self._start_web(stack)
         self._start_audit(stack)
         self._start_brain(stack, self._start_control(stack))
@@ -228,13 +238,54 @@ class Daemon:
         for variable, close in unknown_variables(os.environ):
             LOG.warning("unknown_variable", extra={"variable": variable, "meant": close})
 
+    def _start_telemetry(self, stack: contextlib.ExitStack) -> None:
+        """Take up health, drains and usage as they were, and listen from now on."""
+        from alloy_agent.daemon.telemetry import Hooks, Telemetry
+        from alloy_agent.telemetry.kernel_log import KernelLog
+
+        settings, kept = self.settings.telemetry, not self.node.degraded
+        hooks = Hooks(
+            health=self.feed.health_changed,
+            gates=self.feed.gates_changed,
+            usage=self.feed.used,
+            drains=self._on_drain,
+        )
+        telemetry = Telemetry(
+            self.node.workers,
+            hooks,
+            store=self.node.store if kept else None,
+            state_dir=Path(self.settings.state_dir) if kept else None,
+            shadow=settings.shadow,
+            kernel_log=KernelLog if settings.kernel_log else None,
+        )
+        stack.callback(telemetry.close)
+        self.feed.judge_by(telemetry.gate_rows, telemetry.draining)
+        self.telemetry = telemetry
+        early, self._early = self._early, []
+        for event in early:
+            telemetry.event(event)
+
+    def _on_drain(self, drained: Drained, begins: bool) -> None:
+        self.feed.drains_changed()
+        if self.settings.telemetry.hook is not None:
+            from alloy_agent.daemon.hook import call_hook
+
+            call_hook(self.settings.telemetry.hook, drained, begins=begins)
+
     def _start_web(self, stack: contextlib.ExitStack) -> None:
         from alloy_agent.daemon.web import Pages, WebServer
 
         self.page = self._metrics_page()
         if not self.settings.metrics.enabled:
             return
-        pages = Pages(metrics=self.page.render, health=self.health, ready=self.ready)
+        dcgm = self._dcgm_page().render if self.settings.metrics.dcgm else None
+        pages = Pages(
+            metrics=self.page.render,
+            health=self.health,
+            ready=self.ready,
+            openmetrics=self.page.render_openmetrics,
+            dcgm=dcgm,
+        )
         server = WebServer(self.settings.metrics, pages)
         stack.callback(server.stop)
         server.start()
@@ -306,7 +357,8 @@ class Daemon:
             metrics=self.page.render,
             touched=self._touched,
             watch=self.feed.watch,
-            handle=None if self.desk is None else self.desk.handle,
+            handle=None if self.desk is None else self._handle,
+            top=self.top,
         )
         server = ControlServer(service, path, on_defect=self._on_defect)
         server.start()
@@ -367,6 +419,19 @@ class Daemon:
         LOG.info("serving", extra={"what": "placement", "addresses": [brain.address]})
         return msgspec.structs.replace(self.settings.brain, address=brain.address)
 
+    def _handle(self, command: pb.BrainMessage) -> pb.Reply:
+        """Do what changes only this node's books: leases and drains."""
+        kind = command.WhichOneof("body")
+        if kind in ("drain", "undrain") and self.telemetry is not None:
+            from alloy_agent.daemon.draining import drain_reply
+
+            return drain_reply(self.telemetry, command)
+        if self.desk is None:
+            from alloy_agent.proto.failures import unknown_command_reply
+
+            return unknown_command_reply(command.id, "a command that needs the lease book")
+        return self.desk.handle(command)
+
     def _hello(self) -> pb.Hello:
         """Return who this node is."""
         from alloy_agent.leases import Ledger
@@ -388,18 +453,41 @@ class Daemon:
 
     def tick_telemetry(self) -> None:
         """Offer the brain one sample of the node; only the newest counts."""
+        if self.uplink is None:
+            return
         sample = self.feed.sample()
-        if sample is not None and self.uplink is not None:
+        if sample is not None:
             self.uplink.offer(sample)
+        now_s = clock.boottime_s()
+        if self.telemetry is not None and now_s - self._slow_s >= SLOW_PERIOD_S:
+            self._slow_s = now_s
+            quantiles = self.telemetry.quantiles(now_s)
+            named = ((name, key[0], found) for key, name, found in quantiles)
+            self.uplink.offer(self.feed.slow(named))
+
+    def tick_judge(self) -> None:
+        """Turn what was sampled and observed into windows, gates, health and usage."""
+        snapshot = self.seen.snapshot
+        if snapshot is None or self.telemetry is None:
+            return
+        leases = {str(p.partition): str(x.id) for x in self._leases() for p in x.pieces}
+        self.telemetry.tick(snapshot, leases)
 
     def _start_loops(self, stack: contextlib.ExitStack) -> None:
         self._add_loop("observe", self.settings.observe.period_s, self.tick_observe)
+        self._add_loop("judge", self._judge_period_s(), self.tick_judge)
         self._add_loop("keep", KEEP_PERIOD_S, self.tick_keep)
         if self.desk is not None:
             self._add_loop("leases", LEASE_PERIOD_S, self.tick_leases)
         stack.callback(self._stop_loops)
         for loop in self._loops.values():
             loop.start()
+
+    def _judge_period_s(self) -> float:
+        """Return a period in which no frame of the sampler's history is written over."""
+        sampler = self.settings.sampler
+        fastest_hz = max(sampler.rate_hz, 1.0)
+        return min(self.settings.telemetry.period_s, FRAMES_TAKEN / fastest_hz)
 
     def _add_loop(self, name: str, period_s: float, tick: Callable[[], None]) -> None:
         self._loops[name] = Loop(name, period_s, tick, self._on_defect)
@@ -614,6 +702,10 @@ class Daemon:
             "device_event",
             extra={"device": event.device, "kind": event.kind, "code": event.code},
         )
+        if self.telemetry is None:
+            self._early.append(event)
+        else:
+            self.telemetry.event(event)
         self._touched()
 
     def _touched(self) -> None:
@@ -663,19 +755,61 @@ class Daemon:
         )
 
     def signals(self) -> tuple[Signal, ...]:
-        """Return the newest value of every signal of every worker."""
-        return tuple(signal for worker in self.node.workers for signal in worker.signals())
+        """Return the newest value of every signal, and the headroom that follows from them."""
+        found = self.measured()
+        return (*found, *self.telemetry.derived(clock.boottime_s())) if self.telemetry else found
+
+    def measured(self) -> tuple[Signal, ...]:
+        """Return the newest value of every signal of every worker, where it can be one."""
+        from alloy_agent.telemetry.signals import all_sane
+
+        return all_sane(signal for worker in self.node.workers for signal in worker.signals())
+
+    def top(self) -> TopDocument:
+        """Return what the live view shows."""
+        from alloy_agent.daemon.live import top_document
+
+        return top_document(
+            self.node.name, self.seen.snapshot, self.seen.audit, self.telemetry, self.measured()
+        )
 
     def _metrics_page(self) -> MetricsPage:
         from alloy_agent.telemetry import metrics
 
-        page = metrics.MetricsPage()
+        page = metrics.MetricsPage(self.settings.metrics.series_max, metrics.REUSE_S)
         now = clock.boottime_s
+        page.add("agent", self._agent_families)
         page.add("node", lambda: metrics.snapshot_families(self.seen.snapshot, now()))
         page.add("audit", lambda: metrics.audit_families(self.seen.audit, now()))
-        page.add("signals", lambda: metrics.signal_families(self.signals(), now()))
-        page.add("agent", self._agent_families)
+        page.add("signals", self._signal_families)
+        if self.telemetry is not None:
+            for name, collect in self.telemetry.collectors():
+                page.add(name, collect)
         return page
+
+    def _dcgm_page(self) -> MetricsPage:
+        from alloy_agent.telemetry import dcgm, metrics
+
+        page = metrics.MetricsPage(self.settings.metrics.series_max, metrics.REUSE_S)
+        page.add(
+            "dcgm",
+            lambda: dcgm.families(
+                self.seen.snapshot,
+                self.measured(),
+                {} if self.telemetry is None else self.telemetry.health,
+                self.node.name,
+                clock.boottime_s(),
+            ),
+        )
+        return page
+
+    def _signal_families(self) -> Iterable[Any]:
+        from alloy_agent.telemetry import metrics
+
+        snapshot = self.seen.snapshot
+        pieces = () if snapshot is None else snapshot.partitions
+        generations = {str(p.id): p.generation for p in pieces}
+        return metrics.signal_families(self.measured(), clock.boottime_s(), generations)
 
     def _agent_families(self) -> Iterable[Any]:
         from alloy_agent.telemetry import metrics

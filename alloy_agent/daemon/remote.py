@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from alloy_agent.config import Settings
     from alloy_agent.control import ControlClient
+    from alloy_agent.daemon.live import TopDocument
     from alloy_agent.model import AuditResult
 
 T = TypeVar("T")
@@ -116,6 +117,12 @@ class RemoteNode:
     def doctor(self) -> DoctorDocument:
         """Return the daemon's diagnoses."""
         return _decode(self._client.query("doctor"), DoctorDocument)
+
+    def top(self) -> TopDocument:
+        """Return what the live view shows."""
+        from alloy_agent.daemon.live import TopDocument
+
+        return _decode(self._client.query("top"), TopDocument)
 
     def close(self) -> None:
         """Let go of the daemon."""

@@ -18,6 +18,7 @@ from alloy_agent.model import PartitionId, Scope
 if TYPE_CHECKING:
     from alloy_agent.control import OnProgress
     from alloy_agent.daemon.documents import StatusDocument
+    from alloy_agent.daemon.live import TopDocument
     from alloy_agent.daemon.node import Node
     from alloy_agent.model import AuditResult
     from alloy_agent.proto import agent_pb2 as pb
@@ -33,6 +34,7 @@ class NodeService:
         metrics: Returns the metrics page.
         watch: Yields what happens, for `NodeAgent.Watch`.
         handle: Does a command that changes only the books.
+        top: Returns what the live view shows.
         touched: Told that the node has changed, so that the loops look at once.
     """
 
@@ -46,6 +48,7 @@ class NodeService:
         touched: Callable[[], None],
         watch: Callable[[threading.Event, float, tuple[str, ...]], Iterator[pb.AgentMessage]],
         handle: Callable[[pb.BrainMessage], pb.Reply] | None = None,
+        top: Callable[[], TopDocument] | None = None,
     ) -> None:
         self._node = node
         self._status = status
@@ -54,6 +57,7 @@ class NodeService:
         self._touched = touched
         self._watch = watch
         self._handle = handle
+        self._top = top
 
     def devices(self) -> bytes:
         """Return the devices document."""
@@ -72,12 +76,14 @@ class NodeService:
         del options
         if name == "doctor":
             return msgspec.json.encode(self._node.doctor())
+        if name == "top" and self._top is not None:
+            return msgspec.json.encode(self._top())
         if name == "metrics":
             text = self._metrics().decode()
             return msgspec.json.encode({"schema": "alloy.metrics/v1", "text": text})
         raise ConfigError(
             f"document {name}: this agent has none of that name",
-            cure="ask for devices, status, doctor or metrics",
+            cure="ask for devices, status, top, doctor or metrics",
         )
 
     def plan(self, layout: str, source: str, name: str | None) -> bytes:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -46,7 +46,9 @@ from alloy_agent.telemetry.window import Quantiles, Windows
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from alloy_agent.telemetry.exposition import Family
     from alloy_agent.telemetry.metering import UsageRow
+    from alloy_agent.uplink.codec import GateRow
     from alloy_agent.worker import Worker
     from alloy_agent.worker.ring import Frame
 
@@ -176,6 +178,8 @@ class Telemetry:
         self._cursor: dict[str, tuple[tuple[int, int], int]] = {}
         self._pages: dict[str, _Page] = {}
         self._active: dict[str, float] = {}
+        self._short: dict[tuple[Key, str], Quantiles] = {}
+        self._counted: dict[tuple[str, str], None] = {}
         self._snapshot: Snapshot | None = None
         self._leases: Mapping[str, str] = {}
         self._headroom_s = self._saved_s = 0.0
@@ -272,10 +276,22 @@ class Telemetry:
             moved = after.level is not before.level
             changed = self._judge_all(now.now_s) if moved else False
         counted = bool(code) and after.counts.get(code) != before.counts.get(code)
-        if moved or counted:
+        if moved or (counted and after.counts[code] == 1):
             self._tell_health(before, after, code, now)
+        elif counted:
+            with self._lock:  # told at the next tick, once for all that came meanwhile
+                self._counted[device, code] = None
         if changed:
             self._hooks.gates()
+
+    def _tell_counted(self) -> None:
+        """Tell of codes that came again since the last tick, each once with its count of now."""
+        with self._lock:
+            counted, self._counted = tuple(self._counted), {}
+            known = [(self.health[device], code) for device, code in counted]
+        now = self._now()
+        for found, code in known:
+            self._tell_health(found, found, code, now)
 
     def _tell_health(
         self, before: health.DeviceHealth, after: health.DeviceHealth, code: str, now: health.Now
@@ -329,6 +345,7 @@ class Telemetry:
                 self._take(worker, snapshot)
         self._probe(snapshot)
         self._listen(snapshot)
+        self._tell_counted()
         with self._lock:
             if now.now_s - self._headroom_s >= HEADROOM_EVERY_S:
                 self._headroom_s = now.now_s
@@ -359,6 +376,8 @@ class Telemetry:
         for table in (self.windows, self.headrooms):
             for key in [key for key in table if key not in living]:
                 del table[key]
+        for short in [short for short in self._short if short[0] not in living]:
+            del self._short[short]
         subjects = {subject for subject, _ in living}
         for subject in [subject for subject in self.gates if subject not in subjects]:
             del self.gates[subject]
@@ -495,6 +514,10 @@ class Telemetry:
                 found = windows.minute.quantiles(now_s, windows.period_s or 1.0)
                 resource = headroom.Resource(name, margin=name == "temperature")
                 ratios[name] = headroom.left(resource, found)
+                if found.p95 is None:
+                    self._short[key, name] = found
+                else:
+                    self._short.pop((key, name), None)
             self.headrooms[key] = headroom.together(ratios)
 
     def quantiles(self, now_s: float) -> list[tuple[Key, str, Quantiles]]:
@@ -664,7 +687,86 @@ class Telemetry:
                     found[subject] = worst
             return found
 
+    def gate_rows(self) -> dict[str, GateRow]:
+        """Return the gates of each subject together, as the wire has them."""
+        from alloy_agent.uplink.codec import GateRow
+
+        words = {gates.GateState.OPEN: True, gates.GateState.CLOSED: False}
+        return {
+            subject: GateRow(open=words.get(gate.state), gate=gate.gate, reason=gate.reason)
+            for subject, gate in self.deciding().items()
+        }
+
+    def collectors(self) -> tuple[tuple[str, Callable[[], Iterable[Family]]], ...]:
+        """Return what the metrics page shows of telemetry, by name."""
+        from alloy_agent.telemetry import metrics
+
+        now = clock.boottime_s
+
+        def locked(make: Callable[[], Iterable[Family]]) -> Callable[[], list[Family]]:
+            def collect() -> list[Family]:
+                with self._lock:
+                    return list(make())
+
+            return collect
+
+        return (
+            ("counters", locked(lambda: metrics.counter_families(self.counters))),
+            (
+                "windows",
+                locked(lambda: metrics.window_families(self.coverages(), self.headrooms)),
+            ),
+            ("gates", locked(lambda: metrics.gate_families(self.gates))),
+            (
+                "health",
+                locked(
+                    lambda: metrics.health_families(
+                        self.health, self.catalogue.version, self.kernel_unattributed, now()
+                    )
+                ),
+            ),
+            ("metering", locked(lambda: metrics.usage_families(self.ledger.seconds()))),
+            ("samplers", lambda: metrics.sampler_families(self._samplers())),
+        )
+
+    def coverages(self) -> list[tuple[Key, str, Quantiles]]:
+        """Return the minute's quantiles of every window whose coverage is short."""
+        return [(key, name, found) for (key, name), found in self._short.items()]
+
+    def _samplers(self) -> dict[str, tuple[Any, list[tuple[float, int]]]]:
+        from alloy_agent.worker.board import bucket_ceiling_s
+
+        found = {}
+        for worker in self._workers:
+            buckets = [
+                (bucket_ceiling_s(number), count)
+                for number, count in enumerate(worker.lateness())
+                if count
+            ]
+            found[worker.name] = (worker.sampler(), buckets)
+        return found
+
+    def sampler_words(self) -> dict[str, str]:
+        """Return in few words how each worker samples."""
+        found = {}
+        for worker in self._workers:
+            state = worker.sampler()
+            late = state.lateness_p99_s
+            p99 = "" if late is None else f", p99 {late * 1e3:.1f} ms late"
+            found[worker.name] = f"{state.rate_hz:.3g} Hz {state.policy}{p99}"
+        return found
+
     # --- drains ---
+
+    def draining(self) -> frozenset[str]:
+        """Return the devices and partitions that take nothing new by somebody's word."""
+        with self._lock:
+            snapshot = self._snapshot
+            if snapshot is None or not self.drains:
+                return frozenset()
+            subjects = [str(d.id) for d in snapshot.devices]
+            subjects += [str(p.id) for p in snapshot.partitions]
+            return frozenset(s for s in subjects if drains.why(self.drains, s, snapshot))
 
     def drain(self, subject: str, session: str, reason: str) -> drains.Drained:
         """Take nothing new on a subject; returns what that reaches.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from alloy_agent.config import MetricsSettings
 from alloy_agent.errors import ConfigError
-from alloy_agent.telemetry.metrics import CONTENT_TYPE
+from alloy_agent.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_TYPE
 
 LOG = logging.getLogger(__name__)
 
@@ -43,16 +43,24 @@ class Pages(NamedTuple):
     metrics: Callable[[], bytes]
     health: Callable[[], str | None]
     ready: Callable[[], str | None]
+    openmetrics: Callable[[], bytes] | None = None
+    dcgm: Callable[[], bytes] | None = None
 
 
-def answer(pages: Pages, path: str, authorization: str, token: bytes | None) -> Answer:
+def answer(
+    pages: Pages, path: str, authorization: str, token: bytes | None, accept: str = ""
+) -> Answer:
     """Return the page for a request path."""
     route = path.split("?", 1)[0]
-    if route == "/metrics":
+    if route == "/metrics" or (route == "/metrics/dcgm" and pages.dcgm is not None):
         if token is not None and not hmac.compare_digest(
             authorization.encode("utf-8", "replace"), b"Bearer " + token
         ):
             return Answer(401, b"a bearer token is needed\n")
+        if route == "/metrics/dcgm" and pages.dcgm is not None:
+            return Answer(200, pages.dcgm(), CONTENT_TYPE)
+        if pages.openmetrics is not None and "application/openmetrics-text" in accept:
+            return Answer(200, pages.openmetrics(), OPENMETRICS_TYPE)
         return Answer(200, pages.metrics(), CONTENT_TYPE)
     if route in ("/healthz", "/readyz"):
         reason = (pages.health if route == "/healthz" else pages.ready)()
@@ -112,7 +120,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, *, with_body: bool) -> None:
         server = self.server
-        page = answer(server.pages, self.path, self.headers.get("Authorization", ""), server.token)
+        page = answer(
+            server.pages,
+            self.path,
+            self.headers.get("Authorization", ""),
+            server.token,
+            self.headers.get("Accept", ""),
+        )
         self.send_response(page.status)
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
@@ -147,12 +161,14 @@ class WebServer:
             ) from exc
         self._scheme = "http"
         if settings.tls_certificate_file and settings.tls_key_file:
-            self._secure(settings.tls_certificate_file, settings.tls_key_file)
+            self._secure(
+                settings.tls_certificate_file, settings.tls_key_file, settings.client_ca_file
+            )
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="http", daemon=True
         )
 
-    def _secure(self, certificate: str, key: str) -> None:
+    def _secure(self, certificate: str, key: str, client_ca: str | None) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -162,6 +178,15 @@ class WebServer:
             raise ConfigError(
                 f"metrics.tls_certificate_file {certificate}: {exc}", cure="give a PEM pair"
             ) from exc
+        if client_ca is not None:
+            try:
+                context.load_verify_locations(client_ca)
+            except (OSError, ssl.SSLError) as exc:
+                self._server.server_close()
+                raise ConfigError(
+                    f"metrics.client_ca_file {client_ca}: {exc}", cure="give a PEM file"
+                ) from exc
+            context.verify_mode = ssl.CERT_REQUIRED
         # The handshake happens on the request's thread: a silent client must not stop accept.
         self._server.socket = context.wrap_socket(
             self._server.socket, server_side=True, do_handshake_on_connect=False

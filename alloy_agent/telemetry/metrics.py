@@ -2,243 +2,478 @@
 
 A collector that raises costs its own families and shows as `alloy_collector_up{collector="..."} 0`;
 the rest of the page is served. Collectors read values that are already in memory, never a device,
-so that a scrape neither waits for the sampler nor makes it wait.
+so that a scrape neither waits for the sampler nor makes it wait. One scrape is rendered at a time,
+and scrapes that come within `REUSE_S` of one another share a page: a storm of them costs one.
 
 Rules that stay true in here:
 
-* A number that could not be read has no sample; there is never a zero in its place.
-* Identities that re-appear carry their generation, so that two incarnations are two series.
+* A number that could not be read has no sample; there is never a zero in its place. A value that
+  is older than its limit has none either, and its age stays.
+* Identities that re-appear carry their generation, so that two incarnations are two series; the
+  series of a partition that is gone are not on the next page.
+* Descriptions stand in `_info` alone; other series carry `device` or `partition` and `generation`.
+* No timestamps: they would keep series alive that are gone.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from alloy_agent.model import (
     AuditResult,
     Condition,
-    Quality,
+    Scope,
     Signal,
     Snapshot,
     Tier,
     Verdict,
 )
+from alloy_agent.telemetry import signals as readings
+from alloy_agent.telemetry.exposition import (
+    Family,
+    Kind,
+    counter,
+    gauge,
+    info,
+    labelled,
+    render,
+    single,
+)
+from alloy_agent.telemetry.gates import Gate, GateState
+from alloy_agent.telemetry.health import DeviceHealth, Level
 
 if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
+    from alloy_agent.telemetry.window import Quantiles
 
 LOG = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+SERIES_MAX: Final = 6000
+REUSE_S: Final = 0.1
 
-Collect = Callable[[], Iterable["Metric"]]
+Collect = Callable[[], Iterable[Family]]
+
+DEVICE: Final = ("device",)
+PIECE: Final = ("partition", "generation")
 
 
 class MetricsPage:
-    """A page of named collectors, rendered on demand."""
+    """A page of named collectors, rendered on demand.
 
-    def __init__(self) -> None:
+    Args:
+        series_max: What is over it is left out and counted.
+    """
+
+    def __init__(self, series_max: int = SERIES_MAX, reuse_s: float = 0.0) -> None:
         self._collectors: dict[str, Collect] = {}
+        self._series_max = series_max
+        self._reuse_s = reuse_s
+        self._lock = threading.Lock()
+        self._pages: dict[bool, tuple[float, bytes]] = {}
+        self._failures: dict[str, int] = {}
+        self._dropped = 0
+        self.scrapes = 0
 
     def add(self, name: str, collect: Collect) -> None:
         """Add a collector; its name is the label of `alloy_collector_up`."""
         self._collectors[name] = collect
 
-    def render(self) -> bytes:
-        """Return the page in the text format of Prometheus. Never raises."""
-        from prometheus_client.metrics_core import GaugeMetricFamily
+    def render(self, *, openmetrics: bool = False) -> bytes:
+        """Return the page. Never raises."""
+        with self._lock:
+            made_s, page = self._pages.get(openmetrics, (float("-inf"), b""))
+            if time.monotonic() - made_s < self._reuse_s:
+                return page
+            page = self._render(openmetrics=openmetrics)
+            self._pages[openmetrics] = (time.monotonic(), page)
+            return page
 
-        parts: list[bytes] = []
-        up = GaugeMetricFamily(
-            "alloy_collector_up", "Whether a collector answered this scrape.", labels=["collector"]
+    def render_openmetrics(self) -> bytes:
+        """Return the page in the form of OpenMetrics."""
+        return self.render(openmetrics=True)
+
+    def _render(self, *, openmetrics: bool) -> bytes:
+        begun_s = time.perf_counter()
+        self.scrapes += 1
+        parts: list[str] = []
+        up = gauge(
+            "alloy_collector_up", "Whether a collector answered this scrape.", ("collector",)
         )
+        room, written = self._series_max, 0
         for name, collect in self._collectors.items():
-            part = _render_one(name, collect)
-            up.add_metric([name], 0.0 if part is None else 1.0)
-            parts.append(part or b"")
-        parts.append(_text([up]))
-        return b"".join(parts)
+            try:
+                text, added, dropped = render(collect(), room - written, openmetrics=openmetrics)
+            except Exception:
+                LOG.exception("collector_failed", extra={"collector": name})
+                self._failures[name] = self._failures.get(name, 0) + 1
+                up.add((name,), 0.0)
+                continue
+            up.add((name,), 1.0)
+            parts.append(text)
+            written += added
+            self._dropped += dropped
+        parts.append(self._own(up, written, time.perf_counter() - begun_s, openmetrics))
+        if openmetrics:
+            parts.append("# EOF\n")
+        return "".join(parts).encode()
+
+    def _own(self, up: Family, written: int, took_s: float, openmetrics: bool) -> str:
+        """Return what the page says of itself; it has room always."""
+        failures = counter(
+            "alloy_collector_failures", "Times that a collector failed.", ("collector",)
+        )
+        for name in self._collectors:
+            failures.add((name,), self._failures.get(name, 0))
+        own = (
+            up,
+            failures,
+            single("gauge", "alloy_scrape_series", "Series on this page.", written),
+            single(
+                "counter",
+                "alloy_scrape_series_dropped",
+                "Series left out at the cap.",
+                self._dropped,
+            ),
+            single("counter", "alloy_scrapes", "Pages that were rendered.", self.scrapes),
+            single("gauge", "alloy_scrape_duration_seconds", "Time to make this page.", took_s),
+        )
+        return render(own, self._series_max, openmetrics=openmetrics)[0]
 
 
-class _Families:
-    """A registry of the families of one collector, as `generate_latest` takes it."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = list(families)
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the families."""
-        return self._families
+# --- the node -------------------------------------------------------------------------------------
 
 
-def _text(families: Iterable[Metric]) -> bytes:
-    from prometheus_client import generate_latest
-
-    return generate_latest(_Families(families))  # only collect() is asked
-
-
-def _render_one(name: str, collect: Collect) -> bytes | None:
-    """Return one collector's part of the page, or None if it failed."""
-    try:
-        return _text(collect())
-    except Exception:
-        LOG.exception("collector_failed", extra={"collector": name})
-        return None
-
-
-def snapshot_families(snapshot: Snapshot | None, now_s: float) -> Iterator[Metric]:
+def snapshot_families(snapshot: Snapshot | None, now_s: float) -> Iterator[Family]:
     """Yield what the node looks like: devices, conditions, partitions, workers, faults."""
-    from prometheus_client.metrics_core import GaugeMetricFamily
-
     if snapshot is None:
         return
-    yield GaugeMetricFamily(
-        "alloy_snapshot_age_seconds",
-        "Age of the newest observation of the node.",
-        value=max(0.0, now_s - snapshot.taken_at_s),
-    )
-    yield GaugeMetricFamily(
-        "alloy_snapshot_sequence", "Number of the newest observation.", value=snapshot.sequence
+    age_s = max(0.0, now_s - snapshot.taken_at_s)
+    yield single("gauge", "alloy_snapshot_age_seconds", "Age of the newest observation.", age_s)
+    yield single(
+        "gauge", "alloy_snapshot_sequence", "Number of the newest observation.", snapshot.sequence
     )
     yield from _device_families(snapshot)
     yield from _partition_families(snapshot)
     yield from _worker_families(snapshot)
 
 
-def _device_families(snapshot: Snapshot) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
-
-    info = InfoMetricFamily(
-        "alloy_device", "One device.", labels=["device", "vendor", "model", "simulated", "driver"]
+def _device_families(snapshot: Snapshot) -> Iterator[Family]:
+    about = info(
+        "alloy_device",
+        "One device.",
+        ("device", "vendor", "model", "simulated", "driver", "bus", "index"),
     )
-    condition = GaugeMetricFamily(
+    condition = gauge(
         "alloy_device_condition",
         "1 for the condition that a device is in.",
-        labels=["device", "condition"],
+        ("device", "condition"),
     )
-    fault = GaugeMetricFamily(
-        "alloy_device_fault", "1 for each fault of a device.", labels=["device", "kind"]
-    )
+    fault = gauge("alloy_device_fault", "1 for each fault of a device.", ("device", "kind"))
+    size = gauge("alloy_device_memory_size_bytes", "Memory that a device has.", DEVICE)
     for device in snapshot.devices:
         simulated = str(device.simulated).lower()
-        labels = [device.id, device.vendor, device.model, simulated, device.driver or ""]
-        info.add_metric(labels, {})
+        labels = (device.id, device.vendor, device.model, simulated, device.driver or "")
+        about.add((*labels, device.bus or "", str(device.index)), 1)
         for state in Condition:
-            condition.add_metric([device.id, state], float(device.condition is state))
+            condition.add((device.id, state), device.condition is state)
+        if device.memory_bytes is not None:
+            size.add((device.id,), device.memory_bytes)
     for key in dict.fromkeys((f.device, f.kind) for f in snapshot.faults):
-        fault.add_metric(list(key), 1.0)
-    yield from (info, condition, fault)
+        fault.add(key, 1)
+    yield from (about, condition, fault, size)
 
 
-def _partition_families(snapshot: Snapshot) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily
-
-    labels = ["partition", "generation"]
-    info = InfoMetricFamily(
+def _partition_families(snapshot: Snapshot) -> Iterator[Family]:
+    about = info(
         "alloy_partition",
         "One partition.",
-        labels=[*labels, "device", "profile", "tenant", "managed"],
+        (*PIECE, "device", "profile", "tenant", "managed", "uuid", "share"),
     )
-    memory = GaugeMetricFamily(
-        "alloy_partition_memory_bytes", "Memory that a partition has.", labels=labels
-    )
+    memory = gauge("alloy_partition_memory_bytes", "Memory that a partition has.", PIECE)
     for p in snapshot.partitions:
-        key = [p.id, str(p.generation)]
+        key = (p.id, str(p.generation))
         managed = str(p.managed).lower()
-        info.add_metric([*key, p.device, p.profile, p.tenant or "", managed], {})
+        about.add((*key, p.device, p.profile, p.tenant or "", managed, p.uuid or "", p.share), 1)
         if p.memory_bytes is not None:
-            memory.add_metric(key, float(p.memory_bytes))
-    yield from (info, memory)
+            memory.add(key, p.memory_bytes)
+    yield from (about, memory)
 
 
-def _worker_families(snapshot: Snapshot) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
-    up = GaugeMetricFamily(
-        "alloy_worker_up", "Whether the process of a backend runs.", labels=["backend"]
-    )
-    restarts = CounterMetricFamily(
-        "alloy_worker_restarts",
-        "Times that a backend's process was started again.",
-        labels=["backend"],
+def _worker_families(snapshot: Snapshot) -> Iterator[Family]:
+    up = gauge("alloy_worker_up", "Whether the process of a backend runs.", ("backend",))
+    restarts = counter(
+        "alloy_worker_restarts", "Times that a backend's process was started again.", ("backend",)
     )
     for worker in snapshot.workers:
-        up.add_metric([worker.backend], float(worker.alive))
-        restarts.add_metric([worker.backend], float(worker.restarts))
+        up.add((worker.backend,), worker.alive)
+        restarts.add((worker.backend,), worker.restarts)
     yield from (up, restarts)
 
 
-def audit_families(audit: AuditResult | None, now_s: float) -> Iterator[Metric]:
+def audit_families(audit: AuditResult | None, now_s: float) -> Iterator[Family]:
     """Yield the verdicts and tiers of the newest audit."""
-    from prometheus_client.metrics_core import GaugeMetricFamily
-
     if audit is None:
         return
-    yield GaugeMetricFamily(
-        "alloy_audit_age_seconds",
-        "Age of the newest audit.",
-        value=max(0.0, now_s - audit.taken_at_s),
-    )
-    verdict = GaugeMetricFamily(
-        "alloy_audit_verdict", "1 for the verdict of the newest audit.", labels=["verdict"]
-    )
+    age_s = max(0.0, now_s - audit.taken_at_s)
+    yield single("gauge", "alloy_audit_age_seconds", "Age of the newest audit.", age_s)
+    verdict = gauge("alloy_audit_verdict", "1 for the verdict of the newest audit.", ("verdict",))
     for value in Verdict:
-        verdict.add_metric([value], float(audit.verdict is value))
-    checks = GaugeMetricFamily(
+        verdict.add((value,), audit.verdict is value)
+    checks = gauge(
         "alloy_check_verdict",
         "1 for the verdict of a check on a subject.",
-        labels=["check", "subject", "verdict"],
+        ("check", "subject", "verdict"),
     )
-    tiers = GaugeMetricFamily(
+    tiers = gauge(
         "alloy_partition_tier",
         "1 for the tier that evidence proves for a partition.",
-        labels=["partition", "generation", "tier"],
+        (*PIECE, "tier"),
     )
     judgements = list(audit.node_judgements)
     for report in audit.partitions:
         judgements.extend(report.judgements)
+        piece = report.partition
         for tier in Tier:
-            labels = [report.partition.id, str(report.partition.generation), tier]
-            tiers.add_metric(labels, float(report.tier is tier))
+            tiers.add((piece.id, str(piece.generation), tier), report.tier is tier)
     for judgement in judgements:
-        checks.add_metric([judgement.check, judgement.subject, judgement.verdict], 1.0)
+        checks.add((judgement.check, judgement.subject, judgement.verdict), 1)
     yield from (verdict, checks, tiers)
 
 
-def signal_families(signals: Sequence[Signal], now_s: float) -> Iterator[Metric]:
-    """Yield one family for each signal name, with a sample where there is a value."""
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+# --- signals --------------------------------------------------------------------------------------
 
-    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-    age = GaugeMetricFamily(
-        "alloy_signal_age_seconds", "Age of the oldest value of a subject.", labels=["subject"]
+
+def signal_families(
+    signals: Sequence[Signal], now_s: float, generations: Mapping[str, int] | None = None
+) -> Iterator[Family]:
+    """Yield one family for each signal name, with a sample where there is a fresh value.
+
+    Args:
+        signals: The newest ones, sane.
+        now_s: The boot clock.
+        generations: Of each partition; a partition without one is gone and has no series.
+    """
+    families: dict[str, Family] = {}
+    age = gauge("alloy_signal_age_seconds", "Age of a value at its source.", ("signal", "subject"))
+    refresh = gauge(
+        "alloy_source_refresh_seconds", "Measured time between two values.", ("signal", "subject")
     )
-    ages: dict[str, float] = {}
+    absent = gauge("alloy_signal_absent", "Signals without a fresh value, by why.", ("quality",))
+    missing: dict[str, int] = {}
     for signal in signals:
-        if signal.quality is not Quality.VALUE or signal.value is None:
-            continue
         spec = signal.spec
+        labels = _subject(spec.scope, spec.subject, generations)
+        if labels is None:
+            continue
+        place = labelled(("signal", "subject"), (spec.name, spec.subject))
+        value = signal.value
+        if value is not None:
+            age.add_ready(place, round(readings.age_s(signal, now_s), 6))
+            if spec.refresh_period_s is not None:
+                refresh.add_ready(place, spec.refresh_period_s)
+        if value is None or not (spec.counter or readings.is_fresh(signal, now_s)):
+            quality = "stale" if value is not None else str(signal.quality)
+            missing[quality] = missing.get(quality, 0) + 1
+            continue
         family = families.get(spec.name)
         if family is None:
-            kind = CounterMetricFamily if spec.counter else GaugeMetricFamily
-            family = kind(
-                spec.name, f"{spec.name} from {spec.source or 'its backend'}.", labels=["subject"]
-            )
+            kind: Kind = "counter" if spec.counter else "gauge"
+            family = Family(kind, spec.name, f"{spec.name} from {spec.source or 'its backend'}.")
             families[spec.name] = family
-        family.add_metric([spec.subject], signal.value)
-        taken = signal.source_time_s if signal.source_time_s is not None else signal.read_time_s
-        ages[spec.subject] = max(ages.get(spec.subject, 0.0), now_s - taken)
-    for subject, value in ages.items():
-        age.add_metric([subject], max(0.0, value))
+        family.add_ready(labels, value)
+    for quality, times in sorted(missing.items()):
+        absent.add((quality,), times)
     yield from families.values()
-    yield age
+    yield from (age, refresh, absent)
+
+
+def _subject(scope: Scope, subject: str, generations: Mapping[str, int] | None) -> str | None:
+    """Return the label text of a subject; None for a partition that is gone."""
+    if scope is not Scope.PARTITION:
+        return labelled(DEVICE, (subject,))
+    if generations is None:
+        return labelled(PIECE, (subject, "0"))
+    generation = generations.get(subject)
+    return None if generation is None else labelled(PIECE, (subject, str(generation)))
+
+
+def counter_families(
+    counters: Mapping[tuple[str, str], readings.Count],
+) -> Iterator[Family]:
+    """Yield how the counters of devices behave."""
+    resets = counter(
+        "alloy_source_resets", "Times that a device's counter began anew.", ("signal", "device")
+    )
+    glitches = counter(
+        "alloy_source_glitches", "Readings of a counter that were not believed.",
+        ("signal", "device"),
+    )  # fmt: skip
+    for (device, name), state in counters.items():
+        resets.add((name, device), state.resets)
+        glitches.add((name, device), state.glitches)
+    yield from (resets, glitches)
+
+
+# --- judgements -----------------------------------------------------------------------------------
+
+
+def window_families(
+    quantiles: Iterable[tuple[tuple[str, int], str, Quantiles]],
+    headrooms: Mapping[tuple[str, int], Any],
+) -> Iterator[Family]:
+    """Yield headroom and the coverage of its windows."""
+    left = gauge(
+        "alloy_partition_headroom_p95_ratio",
+        "What P95 of the last minute leaves of a resource.",
+        (*PIECE, "resource"),
+    )
+    device_left = gauge(
+        "alloy_device_headroom_p95_ratio",
+        "What P95 of the last minute leaves of a resource.",
+        ("device", "resource"),
+    )
+    for (subject, generation), room in headrooms.items():
+        for resource, ratio in room.ratios.items():
+            if ratio is None:
+                continue
+            if generation or "/" in subject:
+                left.add((subject, str(generation), resource), ratio)
+            else:
+                device_left.add((subject, resource), ratio)
+    coverage = gauge(
+        "alloy_window_coverage_ratio",
+        "Samples counted over samples expected.",
+        ("subject", "resource", "window"),
+    )
+    for (subject, _), resource, found in quantiles:
+        coverage.add((subject, resource, f"{found.span_s:g}s"), found.coverage_ratio)
+    yield from (left, device_left, coverage)
+
+
+def gate_families(gates: Mapping[str, Mapping[str, Gate]]) -> Iterator[Family]:
+    """Yield every gate: 1 for the state that it is in."""
+    family = gauge("alloy_gate", "1 for the state that a gate is in.", ("subject", "gate", "state"))
+    for subject, table in gates.items():
+        for name, gate in table.items():
+            for state in GateState:
+                family.add((subject, name, state), gate.state is state)
+    yield family
+
+
+def health_families(
+    devices: Mapping[str, DeviceHealth], version: str, unattributed: int, now_s: float
+) -> Iterator[Family]:
+    """Yield the health of devices, and every fault event by its code."""
+    level = gauge("alloy_health_state", "1 for the state that a device is in.", ("device", "state"))
+    events = counter("alloy_device_fault_events", "Fault events by code.", ("device", "code"))
+    open_ = gauge(
+        "alloy_device_open_fault",
+        "1 for each fault that has not ended.",
+        ("device", "code", "class", "action", "scope"),
+    )
+    stalled = gauge("alloy_probe_stalled_seconds", "How long a device has not answered.", DEVICE)
+    for device, known in devices.items():
+        for state in Level:
+            level.add((device, state), known.level is state)
+        for code, times in known.counts.items():
+            events.add((device, code), times)
+        for fault in known.faults:
+            labels = (device, fault.code, fault.fault_class, fault.action, fault.scope)
+            open_.add(labels, 1)
+            if fault.code == "probe:stalled" and fault.good_s is None:
+                stalled.add((device,), max(0.0, now_s - fault.first_s))
+    about = info("alloy_fault_catalogue", "The table of fault codes.", ("version",))
+    about.add((version,), 1)
+    yield from (level, events, open_, stalled, about)
+    yield single(
+        "counter",
+        "alloy_kernel_faults_unattributed",
+        "Faults in the kernel's log of no known device.",
+        unattributed,
+    )
+
+
+def usage_families(
+    seconds: Mapping[tuple[str, int, str], tuple[float, float, float]],
+) -> Iterator[Family]:
+    """Yield what tenants had and used since their allocation began or the agent took it up."""
+    labels = (*PIECE, "tenant")
+    allocated = counter(
+        "alloy_metering_allocated_seconds", "Time that a tenant has a partition.", labels
+    )
+    used = counter("alloy_metering_used_seconds", "Of it, time that compute was active.", labels)
+    idle = counter("alloy_metering_idle_seconds", "Of it, time that compute was idle.", labels)
+    unseen = counter("alloy_metering_unobserved_seconds", "Of it, time nobody measured.", labels)
+    for (partition, generation, tenant), (active_s, idle_s, unobserved_s) in seconds.items():
+        key = (partition, str(generation), tenant)
+        allocated.add(key, active_s + idle_s + unobserved_s)
+        used.add(key, active_s)
+        idle.add(key, idle_s)
+        unseen.add(key, unobserved_s)
+    yield from (allocated, used, idle, unseen)
+
+
+# --- the agent itself -----------------------------------------------------------------------------
+
+
+def sampler_families(
+    samplers: Mapping[str, tuple[Any, Sequence[tuple[float, int]]]],
+) -> Iterator[Family]:
+    """Yield how each worker samples: rate, lateness, misses, cost and scheduling.
+
+    Args:
+        samplers: By backend: its `worker.board.SamplerState`, and its lateness histogram as upper
+            edge and count of each bucket.
+    """
+    by = ("backend",)
+    rate = gauge("alloy_sampler_rate_hertz", "Samples a second.", by)
+    wanted = gauge("alloy_sampler_wanted_rate_hertz", "Samples a second that were asked for.", by)
+    policy = info("alloy_sampler", "How the sampler is scheduled.", ("backend", "policy"))
+    rows = (
+        ("ticks", "Samples that were due and taken.", "ticks"),
+        ("missed_ticks", "Samples that could not be held.", "missed_ticks"),
+        ("errors", "Samples that the library refused.", "errors"),
+        ("skipped", "Samples that found the device in another call.", "skipped"),
+        ("takeovers", "Times a device that blocks was set apart.", "takeovers"),
+    )
+    counters = {name: counter(f"alloy_agent_{name}", text, by) for name, text, _ in rows}
+    cpu = gauge("alloy_worker_cpu_ratio", "CPU of a worker, of one core.", by)
+    late = Family("histogram", "alloy_agent_sample_lateness_seconds", "How late samples came.", by)
+    for backend, (state, buckets) in samplers.items():
+        rate.add((backend,), state.rate_hz)
+        wanted.add((backend,), state.wanted_rate_hz)
+        policy.add((backend, state.policy), 1)
+        for name, _, field in rows:
+            counters[name].add((backend,), getattr(state, field))
+        cpu.add((backend,), state.cpu_ratio)
+        _add_lateness(late, backend, buckets)
+    yield from (rate, wanted, policy, *counters.values(), cpu, late)
+
+
+LATENESS_EDGES_S: Final = (0.0001, 0.0002, 0.0004, 0.001, 0.002, 0.005, 0.02, 0.1, 1.0)
+
+
+def _add_lateness(family: Family, backend: str, buckets: Sequence[tuple[float, int]]) -> None:
+    """Add a histogram with few edges from one with many."""
+    if not buckets:
+        return
+    total = sum(edge * count for edge, count in buckets)
+    rows = [
+        (edge, sum(count for ceiling, count in buckets if ceiling <= edge))
+        for edge in LATENESS_EDGES_S
+    ]
+    rows.append((float("inf"), sum(count for _, count in buckets)))
+    family.add_buckets((backend,), rows, total)
 
 
 def agent_families(
     version: str, loops: Mapping[str, tuple[int, int]], degraded: str, not_kept: str
-) -> Iterator[Metric]:
+) -> Iterator[Family]:
     """Yield how the agent itself is doing.
 
     Args:
@@ -249,39 +484,21 @@ def agent_families(
     """
     import resource
 
-    from prometheus_client.metrics_core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        InfoMetricFamily,
+    about = info("alloy_agent", "The agent.", ("version",))
+    about.add((version,), 1)
+    yield about
+    yield single("gauge", "alloy_agent_degraded", "1 while it only observes.", bool(degraded))
+    yield single("gauge", "alloy_layout_kept", "1 while the node is as wanted.", not not_kept)
+    overruns = counter(
+        "alloy_loop_overruns", "Ticks that took longer than their period.", ("loop",)
     )
-
-    info = InfoMetricFamily("alloy_agent", "The agent.", labels=["version"])
-    info.add_metric([version], {})
-    yield info
-    yield GaugeMetricFamily(
-        "alloy_agent_degraded", "1 while the agent observes only.", value=float(bool(degraded))
-    )
-    yield GaugeMetricFamily(
-        "alloy_layout_kept",
-        "1 while the node is as its layout wants it.",
-        value=float(not not_kept),
-    )
-    overruns = CounterMetricFamily(
-        "alloy_loop_overruns", "Ticks that took longer than their period.", labels=["loop"]
-    )
-    failures = CounterMetricFamily("alloy_loop_failures", "Ticks that failed.", labels=["loop"])
+    failures = counter("alloy_loop_failures", "Ticks that failed.", ("loop",))
     for name, (overrun, failed) in loops.items():
-        overruns.add_metric([name], float(overrun))
-        failures.add_metric([name], float(failed))
+        overruns.add((name,), overrun)
+        failures.add((name,), failed)
     yield from (overruns, failures)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    yield CounterMetricFamily(
-        "alloy_agent_cpu_seconds",
-        "CPU time of the control process.",
-        value=usage.ru_utime + usage.ru_stime,
-    )
-    yield GaugeMetricFamily(
-        "alloy_agent_memory_peak_bytes",
-        "Peak resident memory of the control process.",
-        value=float(usage.ru_maxrss * 1024),  # getrusage(2): kibibytes
-    )
+    cpu_s = usage.ru_utime + usage.ru_stime
+    yield single("counter", "alloy_agent_cpu_seconds", "CPU time of the control process.", cpu_s)
+    peak = usage.ru_maxrss * 1024  # getrusage(2): kibibytes
+    yield single("gauge", "alloy_agent_memory_peak_bytes", "Peak resident memory.", peak)

@@ -444,6 +444,81 @@ def device_health(one: Device, before: Condition, now_s: float, since_s: float) 
     )
 
 
+def slow(revision: int, quantiles: Iterable[tuple[str, str, Any]]) -> pb.Slow:
+    """Return quantiles in columns.
+
+    Args:
+        revision: Of the PartitionState.
+        quantiles: Signal, subject and `telemetry.window.Quantiles` of each window.
+    """
+    message = pb.Slow(partitions_revision=revision)
+    columns: dict[tuple[str, int], pb.Quantiles] = {}
+    for name, subject, found in quantiles:
+        span_s = round(found.span_s)
+        if found.p95 is None:
+            continue  # not covered well enough: no number stands for that
+        column = columns.get((name, span_s))
+        if column is None:
+            column = message.quantiles.add(signal=name, window_s=span_s)
+            columns[name, span_s] = column
+        column.subjects.append(subject)
+        column.p50.append(found.p50)
+        column.p95.append(found.p95)
+        column.p99.append(found.p99)
+        column.count.append(min(UINT32_MAX, found.count))
+        column.coverage_e4.append(round(found.coverage_ratio * 1e4))
+    return message
+
+
+_LEVELS: Final = {
+    "ok": pb.HEALTH_STATE_OK,
+    "degraded": pb.HEALTH_STATE_DEGRADED,
+    "failed": pb.HEALTH_STATE_FAILED,
+    "unknown": pb.HEALTH_STATE_UNKNOWN,
+    "quarantined": pb.HEALTH_STATE_QUARANTINED,
+}
+
+
+def health_change(change: Any, now_s: float, *, shadow: bool = False) -> pb.Health:
+    """Return a change of a device's health, or one more event counted on it.
+
+    In shadow mode the state on the wire stays what it was before, and the cause says what it would
+    be.
+    """
+    cause = f"shadow: {change.after}: {change.cause}" if shadow else change.cause
+    return pb.Health(
+        device=change.device,
+        state=_LEVELS[change.before if shadow else change.after],
+        before=_LEVELS[change.before],
+        cause=cause,
+        code=change.code,
+        source="telemetry",
+        age_ms=age_ms(change.time_s, now_s),
+        count=change.count,
+        scope=enum_number("Scope", change.scope),
+        action=change.action,
+        session=change.session,
+        wall_s=change.wall_s,
+    )
+
+
+def usage(row: Any) -> pb.Usage:
+    """Return a closed row of usage."""
+    return pb.Usage(
+        partition=pb.PartitionRef(id=row.partition, generation=row.generation),
+        tenant=row.tenant,
+        lease=row.lease,
+        start_wall_s=row.start_wall_s,
+        allocated_s=row.allocated_ns / 1e9,
+        active_s=row.active_ns / 1e9,
+        idle_s=row.idle_ns / 1e9,
+        unobserved_s=row.unobserved_ns / 1e9,
+        energy_j=row.energy_j,
+        method=row.method,
+        final=row.final,
+    )
+
+
 def lease(one: Lease, now_s: float) -> pb.Lease:
     """Return a lease, its end as time that is left."""
     left_ms = 0 if one.expires_at_s is None else max(0, round((one.expires_at_s - now_s) * 1e3))

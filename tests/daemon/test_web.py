@@ -13,6 +13,7 @@ import pytest
 from alloy_agent.config import MetricsSettings
 from alloy_agent.daemon.web import MAX_REQUESTS, Pages, WebServer
 from alloy_agent.errors import ConfigError
+from alloy_agent.telemetry import exposition
 from alloy_agent.telemetry.metrics import MetricsPage
 
 
@@ -65,9 +66,7 @@ def _broken() -> Iterable[Any]:
 
 
 def _gauge(name: str, value: float) -> Iterable[Any]:
-    from prometheus_client.metrics_core import GaugeMetricFamily
-
-    return [GaugeMetricFamily(name, "Test.", value=value)]
+    return [exposition.single("gauge", name, "Test.", value)]
 
 
 def test_a_raising_collector_costs_its_own_part_only(site: Site, server: WebServer) -> None:
