@@ -528,8 +528,10 @@ def test_options_travel_as_json(tmp_path: Path) -> None:
 
 
 def test_a_backend_switched_on_without_its_driver_is_an_error(tmp_path: Path) -> None:
-    """`on` asks for a driver that must be there; `auto` does not."""
-    for name in ("nvidia", "amd", "neuron"):
+    """`on` asks for a driver that must be there; `auto` does not, and a late one is waited for."""
+    late = msgspec.convert({"backends": {"neuron": "on"}}, Settings)
+    assert backend_specs(late, root=str(tmp_path))[-1].name == "neuron"
+    for name in ("nvidia", "amd"):
         settings = msgspec.convert({"backends": {name: "on"}}, Settings)
         with pytest.raises(ConfigError, match=f"backends.{name} is on"):
             backend_specs(settings, root=str(tmp_path))

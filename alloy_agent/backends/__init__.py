@@ -28,11 +28,14 @@ DRIVERS: Final[dict[str, str]] = {
 ALSO: Final[dict[str, tuple[str, ...]]] = {
     "nvidia": ("/dev/nvidiactl", "/proc/driver/nvidia"),
     "amd": ("/sys/class/kfd", "/sys/module/amdgpu"),
+    "neuron": ("/sys/module/neuron", "/sys/devices/virtual/neuron_device"),
 }
+# Drivers that come up after the agent does: switched on, the backend waits for them.
+LATE: Final = frozenset({"neuron"})
 # Options that put a driver elsewhere: then it is looked for there, by the backend itself.
 ELSEWHERE: Final = ("library", "sys_root")
 # Vendors whose devices remember less than the agent must: they keep notes in the state directory.
-NOTING: Final = frozenset({"amd"})
+NOTING: Final = frozenset({"amd", "neuron"})
 NAMES: Final = ("cpu", "fake", *DRIVERS)
 
 
@@ -138,7 +141,8 @@ def backend_specs(settings: BackendSettings, root: str = "/") -> tuple[BackendSp
             continue
         options = _vendor_options(name, settings)
         elsewhere = any(options.get(key) not in {None, "off"} for key in ELSEWHERE)
-        cause = "" if elsewhere else _why_not(name, root, sign)
+        awaited = wanted == "on" and name in LATE
+        cause = "" if elsewhere or awaited else _why_not(name, root, sign)
         if not cause:
             specs.append(BackendSpec(name=name, options=options))
         elif wanted == "on":
@@ -150,11 +154,11 @@ def backend_specs(settings: BackendSettings, root: str = "/") -> tuple[BackendSp
 
 def _vendor_options(name: str, settings: BackendSettings) -> dict[str, Json]:
     """Return what a vendor's section of the settings says, without what is at its default."""
+    noted: dict[str, Json] = {"state_dir": settings.state_dir} if name in NOTING else {}
     section = getattr(settings, name, None)
     if section is None:
-        return {}
+        return noted
     default = type(section)()
-    noted: dict[str, Json] = {"state_dir": settings.state_dir} if name in NOTING else {}
     return noted | {
         field: getattr(section, field)
         for field in section.__struct_fields__

@@ -141,6 +141,7 @@ def _device_facts(
             "partition": "" if place is None else place.id,
             "granted": place is not None and client.tag in {"", place.id},
             "monitor": client.monitor,
+            **_client_cores(machine, device, client),
         }
         for client, place in places
     ]
@@ -151,6 +152,17 @@ def _device_facts(
         facts.add(device.id, "driver.floor", floor)
     else:
         facts.absent(device.id, "driver.floor", "no oldest safe driver is known for this board")
+
+
+def _client_cores(machine: Machine, device: Device, client: Client) -> dict[str, Json]:
+    """Return the physical cores of a process on a Neuron device; nothing on any other."""
+    if device.vendor is not Vendor.NEURON:
+        return {}
+    state, board = machine.device(device.id), machine.neuron(device.id).board
+    cores: list[Json] = []
+    for core in client.cores:
+        cores += physical_cores(board, state, core, 1)
+    return {"cores": cores}
 
 
 def _partition_facts(

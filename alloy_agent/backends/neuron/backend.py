@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -53,7 +54,8 @@ from alloy_agent.model import (
     Vendor,
 )
 
-REPORT_WAIT_S = 1.5  # how long evidence waits for the monitor's first report
+MARGIN_S: Final = 0.5
+REPORT_WAIT_S: Final = 1.5  # how long evidence waits for the monitor's first report
 
 
 class NeuronBackend:
@@ -230,7 +232,12 @@ class NeuronBackend:
         """Return the monitor's report, waiting for the first one while somebody is there."""
         if not self.options.monitor or not scan.holders or not self.monitor.start():
             return self.monitor.latest()
-        return self.monitor.latest(wait_s=REPORT_WAIT_S)
+        report = self.monitor.latest(wait_s=REPORT_WAIT_S)
+        attached = {holder.pid for holder in scan.holders if holder.data}
+        if report is None or attached <= {told.pid for told in report.runtimes}:
+            return report
+        # Somebody came after the last report: the next one may tell of them.
+        return self.monitor.after(boottime_s(), self.monitor.period_s + MARGIN_S) or report
 
     # --- changes ---
 

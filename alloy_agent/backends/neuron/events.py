@@ -195,7 +195,10 @@ class EventSource:
             judged = judge_claim(claim, before.get(device, {}), after.get(device, {}))
             if judged.confirmed:
                 told.add((device, claim.error))
-            events.append(_event(device, judged.code, f"{judged.detail}; {claim.line[:200]!r}"))
+            # A claim alone is no fault: a tenant could take devices out of service by printing.
+            kind = "fault" if judged.confirmed else "claim"
+            detail = f"{judged.detail}; {claim.line[:200]!r}"
+            events.append(_event(device, judged.code, detail, kind))
         for device, counters in after.items():
             for error, how in moved(before.get(device, {}), counters):
                 if (device, error) not in told:
@@ -216,5 +219,5 @@ def _device_of(claim: Claim, there: Boards) -> DeviceId | None:
     return next((d for d, (board, _) in there.items() if board.number == claim.device), None)
 
 
-def _event(device: DeviceId, code: str, detail: str) -> DeviceEvent:
-    return DeviceEvent(device=device, kind="fault", code=code, time_s=boottime_s(), detail=detail)
+def _event(device: DeviceId, code: str, detail: str, kind: str = "fault") -> DeviceEvent:
+    return DeviceEvent(device=device, kind=kind, code=code, time_s=boottime_s(), detail=detail)

@@ -24,15 +24,15 @@ LINE_CHARACTERS: Final = 2048
 
 
 class ErrorClass(StrEnum):
-    """A class of hardware error."""
+    """A class of hardware error; with "neuron:" in front, a code of the fault catalogue."""
 
     SRAM = "sram_ue"
     HBM = "hbm_ue"
     HBM_REPAIRABLE = "hbm_repairable"
     CORE = "nc_ue"
-    DMA = "dma_abort"
-    COLLECTIVES_HANG = "collectives_hang"
-    COMPUTE_HANG = "compute_hang"
+    DMA = "dma_error"
+    COLLECTIVES_HANG = "hang_on_collectives"
+    COMPUTE_HANG = "execution_timeout"
 
 
 class Advice(Value, frozen=True, kw_only=True):
@@ -50,6 +50,7 @@ WORDS: Final = {
     "HBM_UNCORRECTABLE_ERROR": ErrorClass.HBM,
     "HBM_REPAIRABLE_ERROR": ErrorClass.HBM_REPAIRABLE,
     "DMA_ERROR": ErrorClass.DMA,
+    "HANG_ON_COLLECTIVES": ErrorClass.COLLECTIVES_HANG,
 }
 
 # Class to the counters that move with it: of the device, and of its cores ("core:").
@@ -104,6 +105,7 @@ class Claim(Value, frozen=True, kw_only=True):
     line: str = ""
 
 
+_DEVICE: Final = re.compile(r"\bnd(\d{1,3})\b")
 _FIELD: Final = re.compile(r"\b(nd-id|nc-id|serial-num)\s*[=:]\s*([0-9a-fA-Fx]{1,20})")
 
 
@@ -118,9 +120,10 @@ def parse_line(line: str) -> Claim | None:
     if error is None:
         return None
     fields = dict(_FIELD.findall(rest))
+    bare = _DEVICE.search(line)
     return Claim(
         error=error,
-        device=_small(fields.get("nd-id", "")),
+        device=_small(fields.get("nd-id") or (bare[1] if bare is not None else "")),
         core=_small(fields.get("nc-id", "")),
         serial=fields.get("serial-num", "").removeprefix("0x").lower(),
         line=line,
@@ -164,7 +167,7 @@ def judge_claim(
     why = "no counter of its class moved" if seen else "no counter of its class can be read"
     return Judged(
         confirmed=False,
-        code=f"neuron:unconfirmed_{claim.error}",
+        code=f"neuron:{claim.error}",
         advice=Advice(action="observe", scope=Scope.DEVICE, text="nothing to do on a claim alone"),
         detail=f"{why}; any holder of the node can write this line",
     )

@@ -140,6 +140,45 @@ TABLE: tuple[OpenClass, ...] = (
         tiers=BELOW_ENFORCED,
     ),
     _entry(
+        "RC-NRN-OPS",
+        "Neuron: calls that ask nobody's leave",
+        "Whoever holds a Neuron device node may reset any of its cores, copy and free any memory "
+        "handle, and print into the kernel log; the driver checks none of it against an owner. "
+        "Three memory-safety faults of such calls are fixed from driver 2.26.5 on, a race between "
+        "resets of cores from 2.28 on.",
+        "aws-neuron-driver 2.24.7, neuron_cdev.c, neuron_mc_handle.c; release notes 2.26.5, 2.28",
+        tiers=BELOW_ENFORCED,
+        vendors=frozenset({Vendor.NEURON}),
+    ),
+    _entry(
+        "RC-NRN-MARKS",
+        "Neuron: one registry of reserved cores for the host",
+        "A holder of any Neuron node may reserve cores of devices that it was not given, so that "
+        "their tenants cannot start; the reservation ends with the holder. No driver version "
+        "closes this; tenants of one trust domain on one host do.",
+        "aws-neuron-driver 2.24.7, neuron_crwl.c (read, not tried on hardware)",
+        vendors=frozenset({Vendor.NEURON}),
+        linked_only=True,
+    ),
+    _entry(
+        "RC-NRN-PEER",
+        "Neuron: DMA to peers over NeuronLink",
+        "DMA descriptors are checked for host addresses only. Whether a link carries them into "
+        "the memory of a device that the tenant was not given is not known.",
+        "aws-neuron-driver 2.24.7, neuron_dma.c (read, not tried on hardware)",
+        vendors=frozenset({Vendor.NEURON}),
+        linked_only=True,
+    ),
+    _entry(
+        "RC-NRN-SYSFS",
+        "Neuron: counters of all devices are visible",
+        "The driver's sysfs tree is the host's in every container: a tenant reads the use of "
+        "devices that it was not given.",
+        "optimum-neuron issue 544; aws-neuron-driver 2.28 (world-readable attributes)",
+        vendors=frozenset({Vendor.NEURON}),
+        linked_only=True,
+    ),
+    _entry(
         "RC-GATE",
         "launch gate as a channel",
         "Where launches are let through only while production is idle, the gate itself tells a "

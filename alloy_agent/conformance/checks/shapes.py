@@ -18,7 +18,9 @@ Facts of an accelerator, under these names in every backend that has the primiti
 `device.geometry` (tuple of `GeometryFact`), `device.clients` (tuple of `ClientFact`). Of its
 partitions: `partition.processes` (list of `{pid, ...}`), `partition.own_nodes` (nodes that no
 neighbour may open), `cgroup.device_fence` (`FenceFact`), `partition.memory` (`MemoryFact`),
-`mig.instance` (`MigFact`), `amd.partition` (`AmdFact`), `neuron.cores` (`NeuronFact`).
+`mig.instance` (`MigFact`), `amd.partition` (`AmdFact`), `neuron.cores` (`NeuronFact`). Of shares of
+an AMD device: `amd.cu_plan` (`MaskPlanFact`), `amd.cu_masks` (tuple of `MaskFact`), `amd.dmem`
+(tuple of `DmemFact`).
 """
 
 from __future__ import annotations
@@ -133,6 +135,39 @@ class AmdFact(Shape, frozen=True, kw_only=True):
     isolation: bool | None = None
 
 
+class MaskPlanFact(Shape, frozen=True, kw_only=True):
+    """The CU mask that a share was granted; `overlaps` names shares with CUs in common."""
+
+    mask: str
+    cus: int | None = None
+    overlaps: tuple[str, ...] = ()
+
+
+class MaskFact(Shape, frozen=True, kw_only=True):
+    """The mask of one process: as its environment had it, and as its queues have it.
+
+    `words` has one row for each XCC of each queue, None where the kernel does not tell;
+    `occupancy_cus` is how many CUs had work at one moment.
+    """
+
+    pid: int
+    comm: str = ""
+    problem: str = ""
+    configured: str | None = None
+    words: tuple[tuple[int, ...], ...] | None = None
+    words_reason: str = ""
+    occupancy_cus: int | None = None
+    granted_cus: int | None = None
+
+
+class DmemFact(Shape, frozen=True, kw_only=True):
+    """The device memory cap of one tenant's cgroup; None: there is none."""
+
+    cgroup: str
+    max_bytes: int | None
+    current_bytes: int | None = None
+
+
 class NeuronFact(Shape, frozen=True, kw_only=True):
     """The cores that a tenant is bound to or uses, and whether its nodes are its own."""
 
@@ -160,3 +195,5 @@ class ClientFact(Shape, frozen=True, kw_only=True):
     partition: str = ""
     granted: bool = True
     monitor: bool = False  # only reads counters
+    cores: tuple[int, ...] = ()  # Neuron: physical cores that it is on, as far as told
+    cores_from: str = ""  # what tells its cores; "nothing" or "environment ..." is no proof
