@@ -157,6 +157,7 @@ class Answers(placement_pb2_grpc.PlacementServicer):
         if not (request.decision or request.lease or request.request):
             raise invalid("explain: nothing is named", "name a decision, a lease or a request")
         broker = self._broker
+        await broker.written()
         body = await broker.on_disk(
             broker.ledger.decision,
             id_=request.decision,

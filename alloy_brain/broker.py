@@ -44,6 +44,7 @@ ANSWER_S: Final = 5.0  # how long a node may take for a lease command
 RESERVE_MS: Final = 10_000
 MAX_ATTEMPTS: Final = 5
 MAX_REQUESTS: Final = 16_384
+MAX_UNWRITTEN: Final = 64  # decisions on their way to the disk
 MIX_KEPT: Final = 12
 MIX_DECAY: Final = 0.98  # of a class's weight with each request
 
@@ -110,6 +111,7 @@ class Broker:
         self._mix: dict[Demand, float] = {}
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._closing: set[str] = set()
+        self._unwritten: set[asyncio.Future[None]] = set()
         for row in ledger.leases():
             self._know(row)
 
@@ -213,7 +215,11 @@ class Broker:
             del self._mix[min(self._mix, key=lambda d: self._mix[d])]
 
     async def _keep(self, attempt: _Attempt, *, placed: bool, refused: dict[str, str]) -> None:
-        """Put a decision on disk."""
+        """Put a decision on its way to the disk; `written` waits for it.
+
+        A client is not kept waiting for that: its lease is on disk, and a record that a crash took
+        explains nothing that anybody holds.
+        """
         record = decision.Record(
             id=attempt.decision,
             request=attempt.inputs.wish.request,
@@ -227,8 +233,23 @@ class Broker:
             choice=attempt.choice,
             refused_by=dict(refused),
         )
-        await self.on_disk(self._write, record)
         self.on_decision(record)
+        while len(self._unwritten) >= MAX_UNWRITTEN:
+            await asyncio.wait(self._unwritten, return_when=asyncio.FIRST_COMPLETED)
+        writing = asyncio.ensure_future(self.on_disk(self._write, record))
+        self._unwritten.add(writing)
+        writing.add_done_callback(self._written)
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        """Note that a record is on disk, or why it is not."""
+        self._unwritten.discard(writing)
+        if not writing.cancelled() and writing.exception() is not None:
+            LOG.error("decision_not_kept", extra={"reason": str(writing.exception())})
+
+    async def written(self) -> None:
+        """Wait until every decision made so far is on disk."""
+        if self._unwritten:
+            await asyncio.wait(tuple(self._unwritten))
 
     def _write(self, record: decision.Record) -> None:
         body = decision.pack(record)

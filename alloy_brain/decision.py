@@ -15,7 +15,7 @@ import msgspec
 from alloy_agent.model import Value
 from alloy_brain import gates
 from alloy_brain.facts import Choice, Inputs, NodeFacts, Row
-from alloy_brain.placement import Scorer, band_of, choose
+from alloy_brain.placement import Scorer, choose
 
 SCHEMA: Final = "alloy.decision/v1"
 
@@ -112,7 +112,7 @@ def _candidate(
         if p.demand == demand and p.node == node.node and p.device == row.device
     ]
     own = {piece.id for piece in row.free}
-    scored = scorer.candidate(index, number, row.free)
+    band, fragments, cost = scorer.rank(index, row, load)
     return {
         "demand": demand,
         "node": node.node,
@@ -127,9 +127,9 @@ def _candidate(
             "headroom_ratio": load.headroom_ratio,
             "scarcest": load.resource,
             "headroom_age_ms": load.age_ms,
-            "band": band_of(load, inputs.policy),
-            "fragments": scored.fragments,
-            "cost": scored.cost,
+            "band": band,
+            "fragments": fragments,
+            "cost": cost,
         },
         "chosen": [partition for partition in chosen if partition in own],
     }

@@ -41,7 +41,10 @@ class Piece(Compact, frozen=True, array_like=True, gc=False):
 
 
 class Row(Compact, frozen=True, array_like=True, gc=False):
-    """All pieces of one kind on one device."""
+    """All pieces of one kind on one device.
+
+    Devices with the same pieces free have the same `shape`, a number without further meaning.
+    """
 
     device: str
     hive: str
@@ -51,6 +54,7 @@ class Row(Compact, frozen=True, array_like=True, gc=False):
     draining: bool
     free: tuple[Piece, ...]
     taken: tuple[Piece, ...]
+    shape: int
 
 
 class Load(Compact, frozen=True, array_like=True, gc=False):

@@ -26,6 +26,7 @@ WAYS: Final = {  # how a device's scheme names its way of cutting in `tier_limit
 }
 SICK: Final = {pb.HEALTH_STATE_FAILED, pb.HEALTH_STATE_QUARANTINED}
 THERMAL_SPAN_DK: Final = 200.0  # 20 K below the limit counts as all there is
+Shapes = dict[tuple[tuple[Kind, int], ...], int]
 UNMEASURED: Final = Load(None, "", 0)
 
 
@@ -79,7 +80,7 @@ class Dev:
 class Node:
     """Everything known of one node."""
 
-    def __init__(self, name: str, kinds: dict[Kind, Kind]) -> None:
+    def __init__(self, name: str, kinds: dict[Kind, Kind], shapes: Shapes) -> None:
         self.name = name
         self.boot_id = ""
         self.agent_version = ""
@@ -101,6 +102,7 @@ class Node:
         self.rows: tuple[Row, ...] = ()
         self.loads: tuple[Load, ...] = ()
         self._kinds = kinds
+        self._shapes = shapes
         self._devices: dict[str, Dev] = {}
         self._parts: list[Part] = []
         self._members: list[list[int]] = []  # of each row: the positions of its free partitions
@@ -218,6 +220,7 @@ class Node:
             group = (part.device, part.kind, draining, state, reason)
             grouped.setdefault(group, []).append(position)
         rows = []
+        shapes = self._shape_numbers(grouped, taken)
         for (device_id, kind, draining, state, reason), members in grouped.items():
             device = self._devices.get(device_id)
             parts = [self._parts[position] for position in members]
@@ -231,6 +234,7 @@ class Node:
                     draining,
                     tuple(Piece(p.id, p.generation) for p in parts if p.id not in taken),
                     tuple(Piece(p.id, p.generation, taken[p.id]) for p in parts if p.id in taken),
+                    shapes[device_id],
                 )
             )
         self.rows = tuple(rows)
@@ -239,6 +243,17 @@ class Node:
             for members in grouped.values()
         ]
         self.loads = self._loads()
+
+    def _shape_numbers(
+        self, grouped: dict[tuple[str, Kind, bool, str, str], list[int]], taken: dict[str, str]
+    ) -> dict[str, int]:
+        """Return a number for each device, the same for devices with the same pieces free."""
+        shapes: dict[str, tuple[tuple[Kind, int], ...]] = {}
+        for (device_id, kind, *_), members in grouped.items():
+            free = sum(self._parts[position].id not in taken for position in members)
+            shapes[device_id] = (*shapes.get(device_id, ()), (kind, free))
+        known = self._shapes
+        return {device: known.setdefault(shape, len(known)) for device, shape in shapes.items()}
 
     def _taken(self) -> dict[str, str]:
         """Return who has which partition."""
@@ -330,12 +345,13 @@ class Fleet:
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
         self._kinds: dict[Kind, Kind] = {}
+        self._shapes: Shapes = {}
 
     def node(self, name: str) -> Node:
         """Return a node, known from now on."""
         node = self.nodes.get(name)
         if node is None:
-            node = self.nodes[name] = Node(name, self._kinds)
+            node = self.nodes[name] = Node(name, self._kinds, self._shapes)
         return node
 
     def hold(self, pieces: Iterable[tuple[str, str]], lease: str) -> None:

@@ -64,6 +64,18 @@ def node_gates(wish: Wish, policy: Policy, node: NodeFacts) -> tuple[Gate, ...]:
     )
 
 
+def node_open(wish: Wish, policy: Policy, node: NodeFacts) -> bool:
+    """Whether every gate of `node_gates` is open, without the words."""
+    return (
+        node.connected
+        and node.heard_age_ms <= policy.heard_max_ms
+        and node.telemetry_age_ms is not None
+        and node.telemetry_age_ms <= policy.telemetry_max_ms
+        and not node.draining
+        and all(node.labels.get(k) == v for k, v in wish.labels.items())
+    )
+
+
 def _connected(policy: Policy, node: NodeFacts) -> Gate:
     """Whether the node was heard of lately."""
     state, reason = OPEN, ""

@@ -11,7 +11,6 @@ and of no use to a class counts as a fragment, weighted by how often that class 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -38,21 +37,26 @@ UNMEASURED_BAND = 1_000_000  # behind every measured one
 class Candidate(NamedTuple):
     """A row that passed every gate for one demand, with what it is ranked by; least is best."""
 
-    band: int
-    fragments: float
-    cost: float
+    rank: tuple[int, float, float]  # band of headroom, growth of fragments, cost
+    at: tuple[int, int]  # of the node, and of the row in it
     node: str
     device: str
-    profile: str
-    at: tuple[int, int]  # of the node, and of the row in it
     pieces: tuple[Piece, ...]
+
+
+Rank = tuple[int, float, float]
+Ranked = dict[Rank, list[tuple[int, int]]]
 
 
 def choose(inputs: Inputs) -> Choice:
     """Return the pieces for a wish, or why there are none and what would be possible."""
     from alloy_brain.possible import refuse
 
-    candidates = survey(inputs)
+    ranked = survey(inputs)
+    total = sum(demand.count for demand in inputs.wish.demands)
+    anywhere = inputs.wish.locality in (0, ANY)
+    # No demand can need more than `total` pieces, so what is ranked behind those does not matter.
+    candidates = [_best(inputs, one, total if anywhere else None) for one in ranked]
     picked = None
     if all(candidates):
         for group in _groups(inputs, candidates):
@@ -60,35 +64,56 @@ def choose(inputs: Inputs) -> Choice:
             if picked is not None:
                 break
     if picked is None:
-        return refuse(inputs, candidates)
+        return refuse(inputs, [_best(inputs, one, None) for one in ranked])
     return Choice(picked=picked)
 
 
-def survey(inputs: Inputs) -> list[list[Candidate]]:
-    """Return, for each demand, the candidates whose gates are all open, best first."""
+def survey(inputs: Inputs) -> list[Ranked]:
+    """Return, for each demand, the rows whose gates are all open, by rank.
+
+    One pass over every row of the fleet: what it does for each is all that a decision costs.
+    """
     wish, policy = inputs.wish, inputs.policy
-    found: list[list[Candidate]] = [[] for _ in wish.demands]
+    found: list[Ranked] = [{} for _ in wish.demands]
     matching: dict[int, tuple[int, ...]] = {}
     scorer = Scorer(inputs)
+    rank_of = scorer.rank
+    avoids = bool(wish.avoid)
     for index, node in enumerate(inputs.nodes):
-        if any(gate.state != gates.OPEN for gate in gates.node_gates(wish, policy, node)):
+        if not gates.node_open(wish, policy, node):
             continue
+        loads = node.loads
         for number, row in enumerate(node.rows):
-            if not row.free or row.health != gates.OPEN or row.draining:
+            if not row.free or row.draining or row.health != gates.OPEN:
                 continue
-            wanted = matching.get(id(row.kind))
+            kind = id(row.kind)
+            wanted = matching.get(kind)
             if wanted is None:
-                wanted = matching[id(row.kind)] = _wanted_by(inputs, row.kind)
-            if not wanted:
+                wanted = matching[kind] = _wanted_by(inputs, row.kind)
+            if not wanted or (avoids and not _not_avoided(inputs, node, row)):
                 continue
-            pieces = _not_avoided(inputs, node, row)
-            if not pieces:
-                continue
-            candidate = scorer.candidate(index, number, pieces)
+            rank = rank_of(index, row, loads[number])
             for demand in wanted:
-                found[demand].append(candidate)
-    for candidates in found:
-        candidates.sort()
+                found[demand].setdefault(rank, []).append((index, number))
+    return found
+
+
+def _best(inputs: Inputs, ranked: Ranked, pieces: int | None) -> list[Candidate]:
+    """Return candidates, best first, until they have so many pieces; None: all of them.
+
+    Within a rank they stand as the nodes do, by name.
+    """
+    found: list[Candidate] = []
+    for rank in sorted(ranked):
+        for index, number in ranked[rank]:
+            node = inputs.nodes[index]
+            row = node.rows[number]
+            free = _not_avoided(inputs, node, row)
+            found.append(Candidate(rank, (index, number), node.node, row.device, free))
+            if pieces is not None:
+                pieces -= len(free)
+                if pieces <= 0:
+                    return found
     return found
 
 
@@ -110,67 +135,32 @@ def _not_avoided(inputs: Inputs, node: NodeFacts, row: Row) -> tuple[Piece, ...]
 class Scorer:
     """Ranks rows; remembers what equal devices have in common.
 
-    Kinds are told apart by `id` first, since most are shared: hashing each of 8,000 would cost more
-    than all the rest. `Inputs` keeps them alive meanwhile.
+    Kinds are told apart by `id`, since most are shared: hashing each of 8,000 would cost more than
+    all the rest. `Inputs` keeps them alive meanwhile.
     """
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._numbers: dict[int, int] = {}  # id of a kind -> its number
-        self._kinds: dict[Kind, int] = {}
-        self._costs: list[float] = []
-        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._fragments: dict[tuple[tuple[int, ...], int], float] = {}
+        self._parts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._per_band = 1.0 / inputs.policy.band_ratio
         total = sum(weight for _, weight in inputs.mix) or 1.0
         self._mix = [(demand, weight / total) for demand, weight in inputs.mix]
 
-    def number(self, kind: Kind) -> int:
-        """Return the number of a kind, the same for equal ones."""
-        number = self._numbers.get(id(kind))
-        if number is None:
-            number = self._kinds.setdefault(kind, len(self._kinds))
-            self._numbers[id(kind)] = number
-            if number == len(self._costs):
-                self._costs.append(cost_of(kind, self._inputs.policy))
-        return number
-
-    def candidate(self, index: int, number: int, pieces: tuple[Piece, ...]) -> Candidate:
-        """Return the candidate that a row is."""
-        node = self._inputs.nodes[index]
-        row = node.rows[number]
-        kind = self.number(row.kind)
-        return Candidate(
-            band_of(node.loads[number], self._inputs.policy),
-            self._growth(index, row, kind) if self._mix else 0.0,
-            self._costs[kind],
-            node.node,
-            row.device,
-            row.kind.profile,
-            (index, number),
-            pieces,
-        )
-
-    def _growth(self, index: int, row: Row, kind: int) -> float:
-        """Return by how many slices fragmentation grows when one piece of a row is taken."""
-        shapes = self._shapes.get(index)
-        if shapes is None:
-            shapes = self._shapes[index] = self._shapes_of(self._inputs.nodes[index])
-        key = (shapes[row.device], kind) if row.device in shapes else ((), kind)
-        known = self._fragments.get(key)
-        if known is None:
-            names = list(self._kinds)
-            shape = [(names[n], count) for n, count in zip(key[0][::2], key[0][1::2], strict=True)]
-            known = self._fragments[key] = growth(shape, row.kind, self._mix)
-        return known
-
-    def _shapes_of(self, node: NodeFacts) -> dict[str, tuple[int, ...]]:
-        """Return what is free on each device of a node: number of a kind, count, and so on."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for row in node.rows:
-            if row.free:
-                part = (self.number(row.kind), len(row.free))
-                shapes[row.device] = shapes.get(row.device, ()) + part
-        return shapes
+    def rank(self, index: int, row: Row, load: Load) -> Rank:
+        """Return what a row of a node is ranked by."""
+        key = (row.shape, id(row.kind))
+        part = self._parts.get(key)
+        if part is None:
+            rows = self._inputs.nodes[index].rows
+            shape = [(r.kind, len(r.free)) for r in rows if r.device == row.device and r.free]
+            part = self._parts[key] = (
+                growth(shape, row.kind, self._mix),
+                cost_of(row.kind, self._inputs.policy),
+            )
+        ratio = load.headroom_ratio
+        if ratio is None:
+            return UNMEASURED_BAND, part[0], part[1]
+        return int((1.0 - ratio) * self._per_band + 1e-9), part[0], part[1]
 
 
 def growth(
@@ -191,13 +181,6 @@ def _fragments(shape: Iterable[tuple[Kind, int]], demand: Demand) -> float:
         for kind, count in shape
         if count and gates.fits(demand, kind)
     )
-
-
-def band_of(load: Load, policy: Policy) -> int:
-    """Return the band of a headroom, 0 for the most."""
-    if load.headroom_ratio is None:
-        return UNMEASURED_BAND
-    return math.floor((1.0 - load.headroom_ratio) / policy.band_ratio + 1e-9)
 
 
 def cost_of(kind: Kind, policy: Policy) -> float:
@@ -225,7 +208,9 @@ def _groups(inputs: Inputs, candidates: list[list[Candidate]]) -> Iterable[list[
         for candidate in found:
             grouped[_place(inputs, candidate)][demand].append(candidate)
     complete = [group for group in grouped.values() if all(group)]
-    complete.sort(key=lambda group: max(found[0] for found in group))  # its worst is what counts
+    complete.sort(
+        key=lambda group: max((found[0].rank, found[0].at) for found in group)
+    )  # its worst is what counts
     yield from complete
 
 

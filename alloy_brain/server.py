@@ -181,6 +181,7 @@ class BrainServer(agent_pb2_grpc.PlacementBrainServicer):
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.broker.written()
         self.broker.stop()
         self.ledger.close()
 

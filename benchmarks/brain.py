@@ -145,6 +145,7 @@ async def _place_many(broker: Broker, count: int) -> list[float]:
         began_s = time.perf_counter()
         await broker.place(order)
         samples_ms.append((time.perf_counter() - began_s) * 1e3)
+        await broker.written()  # one client, one request at a time
     return samples_ms
 
 
@@ -161,11 +162,13 @@ def _streams(quick: bool) -> list[Result]:
             brain = subprocess.Popen(words, stderr=log)
         crowds: list[subprocess.Popen[str]] = []
         try:
-            return _with_crowds(brain, crowds, address, 10.0 if quick else 30.0)
+            return _with_crowds(brain, crowds, address, 5.0 if quick else 30.0)
         finally:
-            for process in (*crowds, brain):
-                process.kill()
-                process.wait()
+            brain.kill()
+            brain.wait()
+            for crowd in crowds:
+                crowd.kill()
+                crowd.wait()
 
 
 def _with_crowds(

@@ -108,7 +108,8 @@ class Agent:
         """Have one stream; return how long the brain wants us to stay away."""
         import grpc
 
-        self.call = self.stub.Attach()
+        attach: Any = self.stub.Attach
+        self.call = attach()
         try:
             await self.call.write(pb.AgentMessage(hello=hello(self.number)))
             first = await self.call.read()
