@@ -53,9 +53,18 @@ def main(argv: list[str] | None = None) -> int:
 
 def _generate(fresh: Path) -> None:
     """Write modules, stubs and the descriptor set for all sources into `fresh`."""
-    files = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.proto"))
     out = fresh / "out"
     out.mkdir()
+    for folder in ("alloy", "kubernetes"):  # only the first is a contract of our own
+        found = sorted(SOURCES.glob(f"{folder}/**/*.proto"))
+        files = [str(path.relative_to(SOURCES)) for path in found]
+        _compile(out, files, fresh / ("descriptors.binpb" if folder == "alloy" else "others.binpb"))
+    for pattern in GENERATED:
+        for path in out.rglob(pattern):
+            (fresh / path.name).write_text(_localised(path.read_text()))
+
+
+def _compile(out: Path, files: list[str], descriptors: Path) -> None:
     plugin_path = Path(sys.executable).parent
     command = [
         sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCES}",
@@ -63,24 +72,20 @@ def _generate(fresh: Path) -> None:
         f"--plugin=protoc-gen-mypy_grpc={plugin_path / 'protoc-gen-mypy_grpc'}",
         f"--python_out={out}", f"--grpc_python_out={out}",
         f"--mypy_out=quiet:{out}", f"--mypy_grpc_out=quiet:{out}",
-        f"--descriptor_set_out={fresh / 'descriptors.binpb'}",
+        f"--descriptor_set_out={descriptors}",
         *files,
     ]  # fmt: skip
     subprocess.run(command, check=True)
-    for pattern in GENERATED:
-        for path in out.rglob(pattern):
-            (fresh / path.name).write_text(_localised(path.read_text()))
 
 
 def _localised(text: str) -> str:
     """Return generated code that imports from the package and runs on every supported runtime."""
+    place = r"(?:alloy\.agent\.v1|kubernetes)"
+    text = re.sub(rf"^from {place} import", "from alloy_agent.proto import", text, flags=re.M)
     text = re.sub(
-        r"^from alloy\.agent\.v1 import", "from alloy_agent.proto import", text, flags=re.M
+        rf"^import {place}\.(\w+)$", r"from alloy_agent.proto import \1", text, flags=re.M
     )
-    text = re.sub(
-        r"^import alloy\.agent\.v1\.(\w+)$", r"from alloy_agent.proto import \1", text, flags=re.M
-    )
-    text = text.replace("alloy.agent.v1.agent_pb2.", "agent_pb2.")
+    text = re.sub(rf"\b{place}\.(\w+_pb2)\.", r"\1.", text)
     text = re.sub(r"^# Protobuf Python Version: .*\n", "", text, flags=re.M)
     text = re.sub(r"^from google\.protobuf import runtime_version as .*\n", "", text, flags=re.M)
     text = re.sub(
