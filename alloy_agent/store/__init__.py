@@ -12,6 +12,7 @@ from typing import Self
 
 from alloy_agent.errors import StoreCorruptError
 from alloy_agent.store import files, opening, schema
+from alloy_agent.store.claims import ClaimPhase, ClaimPiece, ClaimRecord, ClaimTable
 from alloy_agent.store.database import connect
 from alloy_agent.store.journal import JournalTables
 from alloy_agent.store.ledger import LedgerTables
@@ -30,7 +31,7 @@ from alloy_agent.store.records import (
 )
 
 
-class Store(JournalTables, LedgerTables, OutboxTable):
+class Store(JournalTables, LedgerTables, OutboxTable, ClaimTable):
     """All that survives a restart. Safe to use from any thread."""
 
     @classmethod
@@ -103,6 +104,9 @@ class Store(JournalTables, LedgerTables, OutboxTable):
 __all__ = [
     "Before",
     "Binding",
+    "ClaimPhase",
+    "ClaimPiece",
+    "ClaimRecord",
     "Entry",
     "EntryState",
     "LastVerdict",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import shutil
 import sqlite3
@@ -25,7 +26,7 @@ UNSCANNED = ("outbox",)  # checked as it is read; the only table that may be lar
 # Rows that only ever protect: they make the agent refuse, fence or recognise its own. What tells it
 # to act (the desired layout, unfinished runs) is never taken out of a damaged file, since a good
 # row may be an old one.
-PROTECTIVE = ("generations", "managed", "leases", "bindings")
+PROTECTIVE = ("generations", "managed", "leases", "bindings", "claims")
 
 Salvage = dict[str, list[tuple[Any, ...]]]
 
@@ -186,18 +187,15 @@ def _source(path: Path) -> Iterator[sqlite3.Connection]:
     """Lend a reading connection, whatever the directory allows.
 
     SQLite reads a write-ahead log only where it can make or find the shared index beside it. On a
-    read-only disk after an unclean stop there is a log and no way to index it in place, so both are
-    copied elsewhere first.
+    read-only or a full disk after an unclean stop there is a log and no way to index it in place,
+    so both are copied elsewhere first.
     """
     con = connect(path.as_uri() + "?mode=ro")
     try:
         try:
             con.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError as exc:
-            if exc.sqlite_errorcode & 0xFF not in (
-                sqlite3.SQLITE_CANTOPEN,
-                sqlite3.SQLITE_READONLY,
-            ):
+            if exc.sqlite_errorcode & 0xFF not in _NO_INDEX:
                 raise
             con.close()
             with path.open("rb"):  # a refusal here is the true reason
@@ -207,13 +205,36 @@ def _source(path: Path) -> Iterator[sqlite3.Connection]:
             return
     finally:
         con.close()
-    with tempfile.TemporaryDirectory(prefix="alloy-state-") as folder:
-        for suffix in ("", "-wal"):
-            part = path.with_name(path.name + suffix)
-            if part.exists():
-                shutil.copyfile(part, Path(folder) / (NAME + suffix))
-        with contextlib.closing(connect((Path(folder) / NAME).as_uri())) as copy:
-            yield copy
+    with _copied(path) as folder, contextlib.closing(connect((folder / NAME).as_uri())) as copy:
+        yield copy
+
+
+# What SQLite says where it may not, or cannot for lack of room, make the index of a log.
+_NO_INDEX = (
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+)
+_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder in it, where every disk is full
+
+
+@contextlib.contextmanager
+def _copied(path: Path) -> Iterator[Path]:
+    """Lend a folder with copies of a database and its log, in memory if the disks are full."""
+    for place in (None, _MEMORY):
+        with tempfile.TemporaryDirectory(prefix="alloy-state-", dir=place) as folder:
+            try:
+                for suffix in ("", "-wal"):
+                    part = path.with_name(path.name + suffix)
+                    if part.exists():
+                        shutil.copyfile(part, Path(folder) / (NAME + suffix))
+            except OSError as exc:
+                if exc.errno != errno.ENOSPC or place is not None or not _MEMORY.is_dir():
+                    raise
+                continue
+            yield Path(folder)
+            return
 
 
 # --- damage ---
@@ -223,12 +244,8 @@ def salvage(path: Path) -> Salvage:
     """Return the rows of a damaged database that are as they were written and can only protect."""
     found: Salvage = {table: [] for table in PROTECTIVE}
     try:
-        with tempfile.TemporaryDirectory(prefix="alloy-state-") as folder:
-            for suffix in ("", "-wal"):
-                part = path.with_name(path.name + suffix)
-                if part.exists():
-                    shutil.copyfile(part, Path(folder) / (NAME + suffix))
-            with contextlib.closing(connect((Path(folder) / NAME).as_uri())) as con:
+        with _copied(path) as folder:
+            with contextlib.closing(connect((folder / NAME).as_uri())) as con:
                 for table in PROTECTIVE:
                     with contextlib.suppress(*files.SQLITE_FAILURES):
                         # Row by row: a broken page ends the table, and what came before it counts.

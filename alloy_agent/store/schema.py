@@ -55,6 +55,8 @@ _V1 = (
         sequence INTEGER PRIMARY KEY, node TEXT NOT NULL, epoch INTEGER NOT NULL,
         kind TEXT NOT NULL, payload BLOB NOT NULL, time_wall_s REAL NOT NULL, seal INTEGER NOT
         NULL)""",
+    """CREATE TABLE claims (
+        uid TEXT PRIMARY KEY, body BLOB NOT NULL, seal INTEGER NOT NULL) WITHOUT ROWID""",
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_V1,)  # MIGRATIONS[n] leads from version n to n + 1
@@ -71,6 +73,7 @@ TABLES = (
     "verdicts",
     "leases",
     "outbox",
+    "claims",
 )
 
 
