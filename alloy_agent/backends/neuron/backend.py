@@ -226,7 +226,8 @@ class NeuronBackend:
     def _occupants(
         self, board: Board, device: Device, scan: Scan, report: Report | None
     ) -> tuple[Occupant, ...]:
-        return occupants(board.number, device.slices, scan.holders, report)
+        relative = self.options.core_numbers == "container"
+        return occupants(board.number, device.slices, scan.holders, report, relative=relative)
 
     def _report(self, scan: Scan) -> Report | None:
         """Return the monitor's report, waiting for the first one while somebody is there."""

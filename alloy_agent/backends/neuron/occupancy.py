@@ -30,14 +30,16 @@ class Source(StrEnum):
 class Occupant(Value, frozen=True, kw_only=True):
     """A process on the device, and the logical cores of the device that it is on.
 
-    `cores` are counted within the device; None: they may be any. `elsewhere` says whether it has
-    cores of other devices too.
+    `cores` are counted within the device; None: they may be any. `configured` are those that its
+    variables name, `tag` is what it was tagged with, by itself or as all others in its cgroup.
     """
 
     holder: Holder
     cores: tuple[int, ...] | None
     source: Source
-    monitor: bool = False  # holds no data descriptor, reserves nothing, runs nothing
+    monitor: bool = False  # one of the vendor's tools: reserves nothing, runs nothing
+    configured: tuple[int, ...] | None = None
+    tag: str = ""
 
     @property
     def proven(self) -> bool:
@@ -52,7 +54,12 @@ class Occupant(Value, frozen=True, kw_only=True):
 
 
 def occupants(
-    number: int, slices: int, holders: Sequence[Holder], report: Report | None
+    number: int,
+    slices: int,
+    holders: Sequence[Holder],
+    report: Report | None,
+    *,
+    relative: bool = False,
 ) -> tuple[Occupant, ...]:
     """Return everyone who holds one device.
 
@@ -61,14 +68,46 @@ def occupants(
         slices: Its logical cores, under its present configuration.
         holders: Of the whole node.
         report: The newest of the monitor, or None.
+        relative: Whether variables count cores from the first device that a process was given.
     """
+    tags = _tags_by_cgroup(holders)
     found = []
     for holder in holders:
         if number not in holder.devices:
             continue
+        told = holder.configured_cores()
+        first = number - (min(holder.devices) if relative else 0)
+        configured = None if told is None else _within(first, slices, told)
         cores, source = _cores(number, slices, holder, report)
-        found.append(Occupant(holder=holder, cores=cores, source=source, monitor=_tool(holder)))
+        if cores is None and configured is not None:
+            cores, source = configured, Source.ENVIRONMENT
+        found.append(
+            Occupant(
+                holder=holder,
+                cores=cores,
+                source=source,
+                monitor=_tool(holder),
+                configured=configured,
+                tag=(holder.variables or {}).get(TAG) or tags.get(_cgroup(holder), ""),
+            )
+        )
     return tuple(found)
+
+
+def _tags_by_cgroup(holders: Sequence[Holder]) -> dict[str, str]:
+    """Return the one tag that the processes of a cgroup have: it is that of their children too."""
+    tags: dict[str, set[str]] = {}
+    for holder in holders:
+        tag = (holder.variables or {}).get(TAG)
+        if tag and _cgroup(holder):
+            tags.setdefault(_cgroup(holder), set()).add(tag)
+    return {path: next(iter(found)) for path, found in tags.items() if len(found) == 1}
+
+
+def _cgroup(holder: Holder) -> str:
+    """Return what tells a tenant's cgroup; "" for the top, which is everybody's."""
+    paths = sorted({path for path in holder.cgroups.values() if path.strip("/")})
+    return "\n".join(paths)
 
 
 def _cores(
@@ -78,9 +117,6 @@ def _cores(
     if told is not None and (told.cores or told.core_memory_bytes):
         used = {*told.cores, *(core for core, size in told.core_memory_bytes.items() if size)}
         return _within(number, slices, sorted(used)), Source.MONITOR
-    configured = holder.configured_cores()
-    if configured is not None:
-        return _within(number, slices, configured), Source.ENVIRONMENT
     return None, Source.NOTHING
 
 
@@ -95,30 +131,31 @@ def _tool(holder: Holder) -> bool:
 
 
 def place_of(occupant: Occupant, partitions: Sequence[Partition]) -> Partition | None:
-    """Return the partition that a process belongs to: by its cores, else by the tag it was given.
+    """Return the partition that a process was given: by its tag, else by the cores it was told.
 
-    A process over the edge of its run belongs to the one that its tag names, or to none.
+    Cores that it took without being told are no sign of a grant: it may be anybody.
     """
     if occupant.monitor:
         return None
-    tagged = (occupant.holder.variables or {}).get(TAG)
-    by_tag = next((p for p in partitions if p.id == tagged), None)
-    if occupant.cores:
-        for partition in partitions:
-            place = partition.placement
-            inside = all(place.start <= core < place.stop for core in occupant.cores)
-            if inside and partition.share is Share.EXCLUSIVE:
-                return partition
-    return by_tag
+    for partition in partitions:
+        if occupant.tag and partition.id == occupant.tag:
+            return partition
+    if not occupant.configured or occupant.tag:
+        return None
+    for partition in partitions:
+        place = partition.placement
+        if partition.share is Share.EXCLUSIVE and all(
+            place.start <= core < place.stop for core in occupant.configured
+        ):
+            return partition
+    return None
 
 
 def is_granted(occupant: Occupant, partition: Partition | None) -> bool:
     """Whether a process is where its tenant may be, as far as anything tells."""
     if partition is None:
         return False
-    tagged = (occupant.holder.variables or {}).get(TAG)
     place = partition.placement
-    inside = occupant.cores is None or all(
+    return occupant.cores is None or all(
         place.start <= core < place.stop for core in occupant.cores
     )
-    return inside and tagged in {None, "", partition.id}
