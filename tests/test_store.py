@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -672,6 +673,25 @@ def test_a_full_disk_stops_writes_and_keeps_what_there_was(small_disk: Path) -> 
     store = Store.open(small_disk / "state")
     assert store.highest_token() >= 900
     store.close()
+
+
+@ROOT_ONLY
+@pytest.mark.host
+@pytest.mark.parametrize("temporary_is_full", [False, True])
+def test_a_full_disk_can_still_be_read(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, temporary_is_full: bool
+) -> None:
+    """With no room for SQLite's own files, in any folder, what is known can be looked at."""
+    store = Store.open(small_disk / "state")
+    store.save_lease(lease(5))
+    store.close()
+    if temporary_is_full:
+        (small_disk / "tmp").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(small_disk / "tmp"))
+    fill_disk(small_disk)
+    reader = Store.open(small_disk / "state", read_only=True)
+    assert reader.leases() == (lease(5),)
+    reader.close()
 
 
 @ROOT_ONLY

@@ -244,14 +244,13 @@ def salvage(path: Path) -> Salvage:
     """Return the rows of a damaged database that are as they were written and can only protect."""
     found: Salvage = {table: [] for table in PROTECTIVE}
     try:
-        with _copied(path) as folder:
-            with contextlib.closing(connect((folder / NAME).as_uri())) as con:
-                for table in PROTECTIVE:
-                    with contextlib.suppress(*files.SQLITE_FAILURES):
-                        # Row by row: a broken page ends the table, and what came before it counts.
-                        for row in con.execute(f"SELECT * FROM {table}"):  # noqa: S608
-                            if schema.sealed(table, row):
-                                found[table].append(row)
+        with _copied(path) as folder, contextlib.closing(connect((folder / NAME).as_uri())) as con:
+            for table in PROTECTIVE:
+                with contextlib.suppress(*files.SQLITE_FAILURES):
+                    # Row by row: a broken page ends the table, and what came before it counts.
+                    for row in con.execute(f"SELECT * FROM {table}"):  # noqa: S608
+                        if schema.sealed(table, row):
+                            found[table].append(row)
     except (OSError, *files.SQLITE_FAILURES) as exc:
         log.warning("state_salvage_failed", extra={"path": str(path), "reason": str(exc)})
     return found
