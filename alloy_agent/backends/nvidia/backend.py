@@ -15,10 +15,12 @@ from alloy_agent.backends.nvidia.events import EventWaiter
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError, translated
+from alloy_agent.backends.nvidia.shares import Shares
 from alloy_agent.backends.nvidia.signals import Sampler
-from alloy_agent.errors import UnsupportedError
+from alloy_agent.errors import DeviceBusyError, UnsupportedError
 from alloy_agent.model import (
     Capabilities,
+    Configure,
     Create,
     Destroy,
     Device,
@@ -50,6 +52,7 @@ class NvidiaBackend:
         self._gpus: dict[str, Gpu] = {}
         self._caps = view.CapsMinors(root)
         self._rows = view.RowsSeen()
+        self._shares = Shares(root)
         self._quiet: set[str] = set()
         self._samplers: dict[str, Sampler] = {}
         self._driver = ""
@@ -68,6 +71,7 @@ class NvidiaBackend:
             library="libnvidia-ml.so.1",
             library_version=version,
             can_partition=not notes,
+            can_share=not notes,
             has_events=not notes,
             notes=tuple(notes),
         )
@@ -120,7 +124,7 @@ class NvidiaBackend:
         seen = view.device(gpu, self._driver, tuple(self._gpus.values()))
         pieces = gpu.pieces() if view.mig_on(seen) else ()
         gpu.names = {piece.ident: view.piece_id(gpu, piece) for piece in pieces if piece.compute}
-        return seen, view.partitions(gpu, seen, pieces, self._caps), pieces
+        return seen, view.partitions(gpu, seen, pieces, self._caps, self._shares), pieces
 
     def _gpu(self, device: str) -> Gpu:
         gpu = self._gpus.get(device)
@@ -138,21 +142,41 @@ class NvidiaBackend:
         gpu = self._gpu(step.device)
         with translated(step.device), gpu.lock:
             if isinstance(step, SetMode):
-                cutting.set_mode(gpu, step, self._proc)
+                self._set_mode(gpu, step)
             elif isinstance(step, Create):
-                if step.spec.share is not Share.EXCLUSIVE:
-                    raise UnsupportedError(
-                        f"{gpu.id}: GPUs are not shared by this backend",
-                        cure="cut the GPU with mig, or give it away whole",
-                    )
-                cutting.create(gpu, step)
+                if step.spec.share is Share.EXCLUSIVE:
+                    cutting.create(gpu, step)
+                else:
+                    self._shares.create(gpu, step.spec)
             elif isinstance(step, Destroy):
-                cutting.destroy(gpu, step.partition)
+                self._destroy(gpu, step.partition)
             else:
-                raise UnsupportedError(
-                    f"{step.partition.id}: its memory is fixed by {step.partition.profile}",
-                    cure="choose another profile",
-                )
+                self._configure(gpu, step)
+
+    def _set_mode(self, gpu: Gpu, step: SetMode) -> None:
+        if step.wanted == "on" and self._shares.of(gpu.id):
+            raise DeviceBusyError(f"{gpu.id}: the GPU is shared", cure="destroy its shares first")
+        cutting.set_mode(gpu, step, self._proc)
+
+    def _destroy(self, gpu: Gpu, partition: Partition) -> None:
+        if partition.share is Share.EXCLUSIVE:
+            cutting.destroy(gpu, partition)
+            return
+        record = self._shares.find(gpu.id, partition.profile, partition.incarnation)
+        if record is not None:
+            self._shares.destroy(gpu, record)
+
+    def _configure(self, gpu: Gpu, step: Configure) -> None:
+        partition = step.partition
+        record = None
+        if partition.share is not Share.EXCLUSIVE:
+            record = self._shares.find(gpu.id, partition.profile, partition.incarnation)
+        if record is None:
+            raise UnsupportedError(
+                f"{partition.id}: its memory is fixed by {partition.profile}",
+                cure="choose another profile",
+            )
+        self._shares.configure(gpu, record, step.memory_bytes)
 
     def quiesce(self, device: DeviceId) -> None:
         """Let go of every handle on the GPU; sampling and events leave it alone until `resume`."""
@@ -222,7 +246,7 @@ class NvidiaBackend:
         gpu = self._gpu(device)
         with translated(device), gpu.lock:
             seen, partitions, pieces = self._read(gpu)
-            reading = evidence.Reading(gpu, seen, partitions, pieces, self._proc)
+            reading = evidence.Reading(gpu, seen, partitions, pieces, self._proc, self._shares)
             return evidence.collect(reading)
 
     def diagnose(self) -> tuple[Diagnosis, ...]:

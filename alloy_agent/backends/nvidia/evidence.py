@@ -10,9 +10,10 @@ from alloy_agent.backends.nvidia import mps
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
+from alloy_agent.backends.nvidia.shares import Shares
 from alloy_agent.backends.nvidia.signals import used_bytes
 from alloy_agent.backends.nvidia.view import piece_id
-from alloy_agent.model import Device, Fact, Json, Partition, Quality
+from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
 GEOMETRY: Final = "nvmlDeviceGetGpuInstances, nvmlGpuInstanceGetInfo"
 PROCESSES: Final = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
@@ -76,32 +77,51 @@ class Reading(NamedTuple):
     partitions: tuple[Partition, ...]
     pieces: tuple[Piece, ...]
     proc: Path
+    shares: Shares
 
 
 def collect(reading: Reading) -> tuple[Fact, ...]:
     """Return all facts of one GPU and its partitions."""
     facts = Facts()
     processes = reading.gpu.processes()
-    places = _places(processes, reading.partitions)
+    places = _places(processes, reading)
     _device_facts(facts, reading)
     _clients_fact(facts, reading, places)
     for partition in reading.partitions:
         inside = [process for process in processes if places[process[0]] == partition.id]
         piece = next((p for p in reading.pieces if piece_id(reading.gpu, p) == partition.id), None)
         _partition_facts(facts, partition, inside, reading.proc)
-        _memory_fact(facts, partition, piece, inside)
+        if partition.share is Share.EXCLUSIVE:
+            _memory_fact(facts, partition, piece, inside)
+        else:
+            _share_memory_fact(facts, reading, partition)
         if piece is not None:
             facts.add(partition.id, "mig.instance", _mig(piece), GEOMETRY)
     return tuple(facts.found)
 
 
-def _places(processes: tuple[Process, ...], partitions: tuple[Partition, ...]) -> dict[int, str]:
+def _places(processes: tuple[Process, ...], reading: Reading) -> dict[int, str]:
     """Return, by pid, the partition that a process works in; "" is in none."""
-    by_instance = {p.locator.get("gi"): str(p.id) for p in partitions}
+    shared = _in_shares(reading)
+    if shared is not None:
+        return {pid: shared.get(pid, "") for pid, _, _ in processes}
+    by_instance = {p.locator.get("gi"): str(p.id) for p in reading.partitions}
     return {
         pid: by_instance.get(None if instance is None else str(instance), "")
         for pid, instance, _ in processes
     }
+
+
+def _in_shares(reading: Reading) -> dict[int, str] | None:
+    """Return, by pid, the share whose cgroup a process is in; None: the GPU is not shared."""
+    records = {record.serial: record for record in reading.shares.of(reading.gpu.id)}
+    found: dict[int, str] | None = None
+    for partition in reading.partitions:
+        record = records.get(partition.locator.get("share", ""))
+        if record is not None:
+            found = found or {}
+            found |= dict.fromkeys(reading.shares.pids(record), str(partition.id))
+    return found
 
 
 def _device_facts(facts: Facts, reading: Reading) -> None:
@@ -211,7 +231,7 @@ def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], 
     ]
     facts.add(partition.id, "partition.processes", processes, PROCESSES)
     own: list[Json] = list(own_nodes(partition))
-    if own:
+    if own or partition.share is not Share.EXCLUSIVE:
         facts.add(partition.id, "partition.own_nodes", own, "mig-minors")
     else:
         reason = "the driver's list of capability nodes cannot be read"
@@ -222,6 +242,8 @@ def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], 
 def own_nodes(partition: Partition) -> tuple[str, ...]:
     """Return the device nodes that no neighbour may open."""
     nodes = partition.access.device_nodes
+    if partition.share is not Share.EXCLUSIVE:
+        return ()
     if "gi" in partition.locator:
         return tuple(node for node in nodes if node.startswith("/dev/nvidia-caps/"))
     return tuple(node for node in nodes[:1] if node.removeprefix("/dev/nvidia").isdecimal())
@@ -259,6 +281,23 @@ def _memory_fact(
         "enforced_by": "instance" if piece is not None else "device",
     }
     facts.add(partition.id, "partition.memory", value, PROCESSES)
+
+
+def _share_memory_fact(facts: Facts, reading: Reading, partition: Partition) -> None:
+    """Add the limit that the driver has in force on a share's cgroup."""
+    method = "nvmlDeviceGetMemoryLimits_v1"
+    record = reading.shares.find(reading.gpu.id, partition.profile, "")
+    limit = None if record is None else reading.shares.limit(reading.gpu, record)
+    if limit is None:
+        reason = "this driver has no memory limits for shares"
+        facts.absent(partition.id, "partition.memory", reason, method)
+        return
+    value: Json = {
+        "limit_bytes": limit.hard_bytes,
+        "used_bytes": limit.used_bytes,
+        "enforced_by": "none" if limit.hard_bytes is None else "driver",
+    }
+    facts.add(partition.id, "partition.memory", value, method)
 
 
 def _mig(piece: Piece) -> Json:

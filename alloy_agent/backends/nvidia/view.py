@@ -9,6 +9,7 @@ from typing import Final
 from alloy_agent.backends.nvidia.gpu import Gpu, Identity
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.library import LOST, NvmlCallError
+from alloy_agent.backends.nvidia.shares import ShareRecord, Shares
 from alloy_agent.model import (
     HALF_MADE,
     Access,
@@ -21,6 +22,7 @@ from alloy_agent.model import (
     PartitionId,
     Placement,
     Scheme,
+    Share,
     Tier,
     TierLimit,
     Vendor,
@@ -32,6 +34,9 @@ MIG_LIMIT: Final = TierLimit(
     way="mig",
     tier=Tier.HARD,
     reason="memory, compute and faults are cut in hardware; TLB, PCIe and power are shared",
+)
+SHARED_LIMIT: Final = TierLimit(
+    way="shared", tier=Tier.SOFT, reason="tenants share the device in time, under rate control"
 )
 WHOLE_LIMIT: Final = TierLimit(
     way="whole", tier=Tier.HARD, reason="a whole GPU behind its own device node"
@@ -83,6 +88,7 @@ def device(gpu: Gpu, driver: str, others: tuple[Gpu, ...] = ()) -> Device:
     slices = max((s.profile.size + max(s.profile.starts) for s in known.shapes), default=1)
     on = mig is not None and mig[0]
     fabric = gpu.topology.fabric(gpu)
+    mig_limit = (MIG_LIMIT,) if known.mig_capable else ()
     computed = any(not shape.named for shape in known.shapes)
     return Device(
         id=gpu.id,
@@ -104,7 +110,7 @@ def device(gpu: Gpu, driver: str, others: tuple[Gpu, ...] = ()) -> Device:
         modes=modes,
         links=gpu.topology.links(gpu, others, mig=on),
         hive=fabric.domain,
-        tier_limits=(MIG_LIMIT, WHOLE_LIMIT) if known.mig_capable else (WHOLE_LIMIT,),
+        tier_limits=(*mig_limit, WHOLE_LIMIT, SHARED_LIMIT),
         fault_note="profile names are computed: this driver does not tell them" if computed else "",
     )
 
@@ -130,10 +136,13 @@ def mig_on(seen: Device) -> bool:
 
 
 def partitions(
-    gpu: Gpu, seen: Device, pieces: tuple[Piece, ...], caps: CapsMinors
+    gpu: Gpu, seen: Device, pieces: tuple[Piece, ...], caps: CapsMinors, shares: Shares
 ) -> tuple[Partition, ...]:
-    """Return the instances that can be used, or the whole GPU while MIG is off."""
+    """Return the instances that can be used; while MIG is off the shares, or the whole GPU."""
     if not mig_on(seen):
+        records = shares.of(gpu.id)
+        if records:
+            return tuple(_share(gpu, seen, record, shares) for record in records)
         return (whole(gpu, seen),)
     return tuple(_instance(gpu, piece, caps) for piece in pieces if piece.compute)
 
@@ -157,6 +166,26 @@ def whole(gpu: Gpu, seen: Device) -> Partition:
         memory_bytes=seen.memory_bytes,
         compute_units=seen.compute_units,
         access=Access(device_nodes=parent_nodes(gpu), environment=visible(str(gpu.id))),
+    )
+
+
+def _share(gpu: Gpu, seen: Device, record: ShareRecord, shares: Shares) -> Partition:
+    procs = shares.procs_file(record)
+    return Partition(
+        id=PartitionId(f"{gpu.id}/{record.profile}@0"),
+        device=gpu.id,
+        profile=record.profile,
+        placement=Placement(start=0, size=seen.slices),
+        incarnation=record.serial,
+        memory_bytes=record.memory_bytes,
+        share=Share(record.share),
+        ordinal=record.ordinal,
+        locator={"share": record.serial},
+        access=Access(
+            cgroup_procs=() if procs is None else (procs,),
+            device_nodes=parent_nodes(gpu),
+            environment=visible(str(gpu.id)),
+        ),
     )
 
 

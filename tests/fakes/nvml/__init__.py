@@ -4,7 +4,7 @@
 Options: `specs` (as `--fake`), `state_dir` (where the machine is kept, so that commands compose),
 `root` (where the driver's files are written), `missing` (shell patterns of symbols that this driver
 lacks), `privileged`, `no_library`, `no_driver`, `no_gpus`, `vanish` (a lost GPU leaves the
-enumeration).
+enumeration), `memory_limits` (the driver has them).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def open_library(options: dict[str, Any]) -> FakeNvml:
         no_driver=bool(options.get("no_driver", False)),
         no_gpus=bool(options.get("no_gpus", False)),
         vanish=bool(options.get("vanish", False)),
+        memory_limits=bool(options.get("memory_limits", False)),
     )
     root = options.get("root")
     if root is not None:

@@ -104,6 +104,7 @@ class Traits:
     no_driver: bool = False
     no_gpus: bool = False
     vanish: bool = False
+    memory_limits: bool = False
 
 
 @dataclass
@@ -149,6 +150,7 @@ class FakeNvml:
         self.machine = machine
         self.traits = traits
         self.counts: dict[str, int] = {}
+        self.memory_limits: dict[tuple[str, str], tuple[int, int]] = {}
         self.hidden: set[int] = set()  # processes that the driver does not list
         self._lock = threading.Lock()
         self._references = 0
@@ -700,6 +702,31 @@ class FakeNvml:
 
     def _now(self) -> float:
         return self.machine.now_s()
+
+    def _limits_key(self, state: DeviceState, limits: Any) -> tuple[str, str]:
+        if not self.traits.memory_limits:
+            raise CodeError(NOT_SUPPORTED)
+        name = limits.nameSpace
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        if not text.startswith("/"):
+            raise CodeError(INVALID_ARGUMENT)
+        return state.id, text
+
+    def _nvmlDeviceSetMemoryLimits_v1(self, handle: Any, limits: Any) -> int:
+        _, state = self._gpu(handle)
+        if not self.traits.privileged:
+            return NO_PERMISSION
+        asked = target(limits)
+        self.memory_limits[self._limits_key(state, asked)] = (asked.softLimit, asked.hardLimit)
+        return OK
+
+    def _nvmlDeviceGetMemoryLimits_v1(self, handle: Any, limits: Any) -> int:
+        _, state = self._gpu(handle)
+        out = target(limits)
+        known = self.memory_limits.get(self._limits_key(state, out), (0, (1 << 64) - 1))
+        out.softLimit, out.hardLimit = known
+        out.currentUsed = 0
+        return OK
 
     # --- topology ---
 
