@@ -4,7 +4,8 @@ Beside the names that all backends share:
 
 | name | subject | value |
 | --- | --- | --- |
-| `amd.cu_masks` | share | list of what `amd.masks` tells of each process in it |
+| `amd.cu_plan` | share | `{mask, cus, overlaps}`: what was granted, and whose mask has CUs of it |
+| `amd.cu_masks` | share | list, for each process: the mask as granted, as configured, in force |
 | `amd.dmem` | partition | list of `{cgroup, max_bytes, current_bytes}` of its tenants' cgroups |
 | `amd.isolation` | device | numbers in `enforce_isolation`, one for each partition |
 | `amd.idle_clients` | device | processes that opened KFD and have nothing on any device |
@@ -57,6 +58,7 @@ class Collector:
             self._fence(partition, inside, fences)
             self._dmem(sight, partition, inside)
             if partition.share is not Share.EXCLUSIVE:
+                self._plan(partition, partitions)
                 self._masks(partition, inside, masks)
             elif device.modes:
                 self._add(partition.id, "amd.partition", self._amd(sight, partition), "sysfs, KFD")
@@ -206,6 +208,17 @@ class Collector:
 
     # --- masks ---
 
+    def _plan(self, partition: Partition, partitions: tuple[Partition, ...]) -> None:
+        """Tell the mask granted to a share, and which other share's mask has CUs in common."""
+        mask = partition.locator.get("cu_mask", "")
+        overlaps: list[Json] = [
+            other.id
+            for other in partitions
+            if mask and other.id != partition.id and _common(mask, other.locator.get("cu_mask", ""))
+        ]
+        plan: Json = {"mask": mask, "cus": partition.compute_units, "overlaps": overlaps}
+        self._add(partition.id, "amd.cu_plan", plan, "what the agent granted")
+
     def _masks(
         self, partition: Partition, inside: Sequence[KfdProcess], masks: mqd.Masks | None
     ) -> None:
@@ -266,6 +279,14 @@ def _slip(environ: dict[str, str], wanted: str) -> str:
     except ConfigError as error:
         return f"HSA_CU_MASK is malformed, so it is ignored: {error.message}"
     return "" if bits == parse(wanted) else f"HSA_CU_MASK is {configured[:80]}, not as granted"
+
+
+def _common(one: str, two: str) -> bool:
+    """Return whether two masks have a CU in common; a share without a mask has all of them."""
+    if not two:
+        return True
+    left, right = parse(one), parse(two)
+    return any(left[gpu] & right[gpu] for gpu in left.keys() & right.keys())
 
 
 def environment(files: Files, roots: Roots, pid: int) -> dict[str, str] | None:

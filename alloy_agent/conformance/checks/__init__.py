@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from alloy_agent.conformance.checks import geometry, neuron, nvidia, placement, silicon
+from alloy_agent.conformance.checks import amd, geometry, neuron, nvidia, placement, silicon
 from alloy_agent.conformance.checks.base import NODE, Case, Check, FactBook, Grant, Intent, run
 from alloy_agent.conformance.checks.node import judge_node
 from alloy_agent.conformance.checks.residual import TABLE, residual_classes
@@ -45,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
     *geometry.CHECKS,
     *placement.CHECKS,
     *silicon.CHECKS,
+    *amd.CHECKS,
     *nvidia.CHECKS,
     *neuron.CHECKS,
 )

@@ -309,7 +309,7 @@ CHECKS: tuple[Check, ...] = (
         needs=(AMD,),
         judge=_process_isolation,
         exempt=_idle,
-        supports=HARD,
+        supports=ENFORCED,
         required_for=(),
     ),
     Check(

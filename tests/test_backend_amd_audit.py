@@ -1,0 +1,290 @@
+"""What the audit says of AMD partitions and shares, from a generated node to the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alloy_agent.backends.amd import AmdBackend
+from alloy_agent.backends.amd.mqd import MQD_BYTES, WORDS_AT
+from alloy_agent.conformance.checks import Grant, Intent, judge
+from alloy_agent.model import (
+    Create,
+    DeviceLayout,
+    Fact,
+    Judgement,
+    Layout,
+    ModeKind,
+    PartitionReport,
+    PartitionSpec,
+    Placement,
+    SetMode,
+    Share,
+    Snapshot,
+    TenantId,
+    Tier,
+    Verdict,
+)
+from alloy_agent.silicon.state import Client
+from tests.fakes.amd_tree import Tree, tree_of
+
+ONES = 0xFFFFFFFF
+
+
+def audited(backend: AmdBackend, intent: Intent | None = None) -> tuple[PartitionReport, ...]:
+    """Return the reports of the first device."""
+    device = backend.discover()[0]
+    seen = backend.observe(device)
+    snapshot = Snapshot(
+        boot_id="b",
+        sequence=1,
+        taken_at_s=0.0,
+        taken_wall_s=0.0,
+        devices=(seen.device,),
+        partitions=seen.partitions,
+    )
+    alone = Fact(subject="node", name="host.owners", value=[], method="this test")
+    return judge(snapshot, (*backend.facts(device), alone), intent)[0]
+
+
+def judgements(report: PartitionReport) -> dict[str, Judgement]:
+    """Return a report's judgements by check."""
+    return {judgement.check: judgement for judgement in report.judgements}
+
+
+def cut(tmp_path: Path, mode: str, **options: Any) -> tuple[Tree, AmdBackend]:
+    """Return a device in a compute mode."""
+    tree = tree_of("1xMI300X", tmp_path)
+    backend = tree.backend(**options)
+    device = backend.discover()[0]
+    if mode != "SPX":
+        backend.apply(SetMode(device=device, kind=ModeKind.COMPUTE, current="SPX", wanted=mode))
+    return tree, backend
+
+
+def tenant(tree: Tree, pid: int, instance: int | None = None, **more: Any) -> None:
+    """Run a process on the first device."""
+    device = tree.machine.state.devices[0].id
+    tree.machine.start_process(Client(pid=pid, device=device, instance=instance, **more))
+
+
+def test_a_fenced_tenant_in_a_partition_is_enforced(tmp_path: Path) -> None:
+    """CPX in NPS1, own node alone: enforced, and the report says what stays open."""
+    tree, backend = cut(tmp_path, "CPX")
+    for number in range(8):
+        tenant(tree, 100 + number, number)
+    reports = audited(backend)
+    assert {report.tier for report in reports} == {Tier.ENFORCED}
+    assert "bandwidth" in reports[0].reason
+    open_classes = set(reports[0].residual)
+    assert {"RC-LDS", "RC-POWER", "RC-BANDWIDTH", "RC-RESET"} <= open_classes
+
+
+def test_qpx_with_nps4_can_be_hard_and_cpx_cannot(tmp_path: Path) -> None:
+    """Own memory partitions lift QPX to hard; in CPX two partitions share one."""
+    tree = tree_of("1xMI300X", tmp_path)
+    backend = tree.backend(process_isolation=True)
+    device = backend.discover()[0]
+    backend.apply(SetMode(device=device, kind=ModeKind.MEMORY, current="NPS1", wanted="NPS4"))
+    tree.machine.reboot()
+    assert backend.observe(device).partitions[0].profile == "CPX"
+    for number in range(8):
+        tenant(tree, 100 + number, number)
+    assert {report.tier for report in audited(backend)} == {Tier.ENFORCED}
+    for number in range(8):
+        tree.machine.stop_process(100 + number)
+    backend.apply(SetMode(device=device, kind=ModeKind.COMPUTE, current="CPX", wanted="QPX"))
+    for number in range(4):
+        tenant(tree, 200 + number, number)
+    reports = audited(backend)
+    assert {report.tier for report in reports} == {Tier.HARD}
+    assert judgements(reports[0])["CPX-02"].verdict is Verdict.PASS
+    assert "RC-RESET" in reports[0].residual
+
+
+def test_a_tenant_that_may_open_its_neighbours_node_is_not_fenced(tmp_path: Path) -> None:
+    """One rule too many fails CPX-03 of that partition, naming the node."""
+    tree, backend = cut(tmp_path, "CPX")
+    minors = {
+        piece.number: piece.render_minor
+        for piece in tree.machine.amd_partitions(tree.machine.state.devices[0])
+    }
+    tree.rules[100] = ["c 234:0 rw", f"c 226:{minors[0]} rw", f"c 226:{minors[1]} rw"]
+    tenant(tree, 100, 0)
+    first = judgements(audited(backend)[0])["CPX-03"]
+    assert first.verdict is Verdict.FAIL
+    assert f"renderD{minors[1]}" in first.observed
+
+
+def test_without_any_rule_nothing_is_fenced(tmp_path: Path) -> None:
+    """A privileged container, or none: CPX-03 fails."""
+    tree, backend = cut(tmp_path, "CPX")
+    tree.rules[100] = ["a *:* rwm"]
+    tenant(tree, 100, 0)
+    assert judgements(audited(backend)[0])["CPX-03"].verdict is Verdict.FAIL
+
+
+def test_modes_other_than_meant_fail(tmp_path: Path) -> None:
+    """CPX-01 compares modes and the number of live partitions with the layout."""
+    _, backend = cut(tmp_path, "CPX")
+    device = backend.discover()[0]
+    meant = DeviceLayout(
+        device=device, modes={ModeKind.COMPUTE: "CPX", ModeKind.MEMORY: "NPS4"}, partitions=None
+    )
+    intent = Intent(layout=Layout(name="l", devices=(meant,)))
+    judged = judgements(audited(backend, intent)[0])["CPX-01"]
+    assert judged.verdict is Verdict.FAIL
+    assert judged.expected.startswith("CPX/NPS4")
+
+
+def test_a_process_of_nobody_is_found(tmp_path: Path) -> None:
+    """KFD-01: with grants known, a process in a partition that nobody was granted fails it."""
+    tree, backend = cut(tmp_path, "CPX")
+    for number in range(2):
+        tenant(tree, 100 + number, number)
+    pieces = backend.observe(backend.discover()[0]).partitions
+    grant = Grant(partition=pieces[0].id, generation=0, tenant=TenantId("a"))
+    reports = audited(backend, Intent(grants=(grant,)))
+    verdicts = [judgements(report)["KFD-01"].verdict for report in reports[:3]]
+    assert verdicts == [Verdict.PASS, Verdict.FAIL, Verdict.PASS]
+    assert "python3[101]" in judgements(reports[1])["KFD-01"].observed
+    nobody = judgements(audited(backend)[1])["KFD-01"]
+    assert nobody.verdict is Verdict.NOT_APPLICABLE
+
+
+# --- masks ---
+
+
+def masked(tmp_path: Path) -> tuple[Tree, AmdBackend, str]:
+    """Return a device with one masked opportunistic share, and the mask it was granted."""
+    tree, backend = cut(tmp_path, "SPX", opportunistic_cus=6)
+    device = backend.discover()[0]
+    backend.apply(
+        Create(
+            device=device,
+            spec=PartitionSpec(
+                device=device,
+                profile="opportunistic-0",
+                size=8,
+                placement=Placement(start=0, size=8),
+                share=Share.OPPORTUNISTIC,
+            ),
+        )
+    )
+    piece = backend.observe(device).partitions[0]
+    return tree, backend, piece.access.environment["HSA_CU_MASK"]
+
+
+def dump(words: dict[int, int]) -> str:
+    """Return one queue descriptor as debugfs prints it."""
+    values = [words.get(at, 0) for at in range(0, MQD_BYTES, 4)]
+    return "".join(
+        f"    {at * 4:08x}: {' '.join(f'{v:08x}' for v in values[at : at + 8])}\n"
+        for at in range(0, len(values), 8)
+    )
+
+
+def queues_of(tree: Tree, pid: int, word: int) -> None:
+    """Let the kernel show one queue of a process with a mask word."""
+    gpu = tree.machine.amd_partitions(tree.machine.state.devices[0])[0].kfd_gpu_id
+    text = f"Process {pid} PASID 0x8001:\n  Compute queue on device {gpu:x}\n"
+    tree.mqds = text + dump(dict.fromkeys(WORDS_AT, word)) * 8
+    tree.touch()
+
+
+def test_a_masked_tenant_is_soft_and_never_more(tmp_path: Path) -> None:
+    """Everything in order: soft, with the tenant's freedom to leave among what stays open."""
+    tree, backend, mask = masked(tmp_path)
+    tree.environs[50] = {"HSA_CU_MASK": mask}
+    tenant(tree, 50, load_ratio=0.05)
+    queues_of(tree, 50, 0x003F)
+    report = audited(backend)[0]
+    found = judgements(report)
+    for check in ("CU-01", "CU-02", "CU-03", "CU-04"):
+        assert found[check].verdict is Verdict.PASS, found[check]
+    assert report.tier is Tier.SOFT
+    assert "RC-ENV" in report.residual
+
+
+@pytest.mark.parametrize(
+    ("environ", "word", "cause"),
+    [
+        ({}, 0x3F, "not set"),
+        ({"HSA_CU_MASK": "0:0-37;;"}, 0x3F, "malformed"),
+        ({"HSA_CU_MASK": "granted", "HSA_CU_MASK_SKIP_INIT": "1"}, 0x3F, "unmasked"),
+        ({"HSA_CU_MASK": "granted"}, ONES, "lets in every CU"),
+        ({"HSA_CU_MASK": "0:0-303"}, 0x3F, "not as granted"),
+    ],
+)
+def test_each_way_out_of_a_mask_is_flagged(
+    environ: dict[str, str], word: int, cause: str, tmp_path: Path
+) -> None:
+    """Unset, malformed, skipped, replaced, or a queue without one: a failure that says which."""
+    tree, backend, mask = masked(tmp_path)
+    tree.environs[50] = {k: mask if v == "granted" else v for k, v in environ.items()}
+    tenant(tree, 50)
+    queues_of(tree, 50, word)
+    report = audited(backend)[0]
+    judged = judgements(report)["CU-01"]
+    assert judged.verdict is Verdict.FAIL
+    assert cause in judged.observed
+    assert report.tier is Tier.ADVISORY
+
+
+def test_without_debugfs_a_mask_in_force_is_unknown(tmp_path: Path) -> None:
+    """What cannot be verified is unknown, and the environment alone keeps it soft."""
+    tree, backend, mask = masked(tmp_path)
+    tree.environs[50] = {"HSA_CU_MASK": mask}
+    tenant(tree, 50, load_ratio=0.05)
+    found = judgements(audited(backend)[0])
+    assert found["CU-02"].verdict is Verdict.UNKNOWN
+    assert "mqds" in found["CU-02"].reason
+    assert found["CU-01"].verdict is Verdict.PASS
+
+
+def test_work_on_more_cus_than_granted_is_a_witness(tmp_path: Path) -> None:
+    """Occupancy above the grant is told as suspicion, never as proof of compliance."""
+    tree, backend, mask = masked(tmp_path)
+    tree.environs[50] = {"HSA_CU_MASK": mask}
+    tenant(tree, 50, load_ratio=1.0)
+    judged = judgements(audited(backend)[0])["CU-03"]
+    assert judged.verdict is Verdict.UNKNOWN
+    assert "304 of 48" in judged.reason
+
+
+def test_an_unreadable_environment_is_unknown(tmp_path: Path) -> None:
+    """A process whose environment cannot be read is no pass."""
+    tree, backend, _ = masked(tmp_path)
+    tenant(tree, 50, load_ratio=0.05)
+    assert judgements(audited(backend)[0])["CU-01"].verdict is Verdict.UNKNOWN
+
+
+# --- memory caps of cgroups ---
+
+
+@pytest.mark.parametrize(
+    ("cap", "verdict"),
+    [("1073741824", Verdict.PASS), ("max", Verdict.FAIL), (None, Verdict.UNKNOWN)],
+)
+def test_a_cap_on_a_share_is_proved_by_dmem(
+    cap: str | None, verdict: Verdict, tmp_path: Path
+) -> None:
+    """The cap must be in every tenant's cgroup; without the controller it is unknown."""
+    tree, backend, mask = masked(tmp_path)
+    device = backend.discover()[0]
+    piece = backend.observe(device).partitions[0]
+    from alloy_agent.model import Configure
+
+    backend.apply(Configure(device=device, partition=piece, memory_bytes=1 << 30))
+    tree.environs[50] = {"HSA_CU_MASK": mask}
+    tenant(tree, 50)
+    if cap is not None:
+        tree.refresh()
+        group = tmp_path / "cg2/tenant-50"
+        group.mkdir(parents=True)
+        (tmp_path / "cg2/dmem.capacity").write_text("drm/0000:05:00.0/vram0 206000000000\n")
+        (group / "dmem.max").write_text(f"drm/0000:05:00.0/vram0 {cap}\n")
+        (group / "dmem.current").write_text("drm/0000:05:00.0/vram0 1024\n")
+    assert judgements(audited(backend)[0])["MEM-04"].verdict is verdict
