@@ -1,4 +1,4 @@
-"""DRV-01, THR-01, MEM-01, MPS-01: whether an NVIDIA GPU's partitions keep apart in practice."""
+"""DRV-01, THR-01, MEM-06, MPS-01: whether an NVIDIA GPU's partitions keep apart in practice."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _need(name: str, shape: object) -> Need:
 
 CHECKS: tuple[Check, ...] = (
     Check(
-        id="MEM-01",
+        id="MEM-06",
         claim="The memory cap of a share is in force in the driver, below the tenant.",
         applies=_shared,
         needs=(Need(name="partition.memory", shape=MemoryFact),),
