@@ -126,8 +126,8 @@ TABLE: tuple[OpenClass, ...] = (
     _entry(
         "RC-RESET",
         "a reset takes every partition",
-        "A reset of the device ends the work of all its partitions, and one of a hive that of every "
-        "device in it; any tenant whose work hangs the device can be the cause.",
+        "A reset of the device ends the work of all its partitions, and one of a hive that of "
+        "every device in it; any tenant whose work hangs the device can be the cause.",
         "kernel amdgpu_reset.c; ROCm amd-smi, `amdsmi_reset_gpu`",
         vendors=frozenset({Vendor.AMD}),
     ),
