@@ -28,6 +28,8 @@ from alloy_agent.cli import (
     output,
     plan,
     run,
+    top,
+    usage,
 )
 from alloy_agent.errors import AlloyError, ApplyError
 
@@ -38,7 +40,20 @@ NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-COMMANDS = (devices, plan, apply, execute, audit, evidence, run, doctor, demo, completion)
+COMMANDS = (
+    devices,
+    plan,
+    apply,
+    execute,
+    audit,
+    evidence,
+    run,
+    top,
+    usage,
+    doctor,
+    demo,
+    completion,
+)
 
 
 class Parser(argparse.ArgumentParser):

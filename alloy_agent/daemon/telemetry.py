@@ -543,6 +543,8 @@ class Telemetry:
             if fault.kind in PROBES:
                 faults.setdefault(fault.device, []).append((PROBES[fault.kind], fault.reason))
         for device in snapshot.devices:
+            with self._lock:
+                self.health.setdefault(device.id, health.DeviceHealth(device=device.id))
             found = dict(faults.get(device.id, ()))
             code = CONDITIONS.get(device.condition)
             if code is not None and not found:
