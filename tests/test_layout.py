@@ -245,7 +245,15 @@ ENTRY = "    - match: {vendor: nvidia, index: 0}\n"
         ),
         (
             HEAD + "    - match: {vendor: cpu, numa: 0}\n      cores:\n        - 4\n        - 4\n",
-            ("layout.yaml:7: cores[1]: 4 beside 4 (from line 6) are 8 cores", "1 more stay"),
+            ("layout.yaml:7: cores[1]: 4 behind 4 (from line 6) makes 8 cores", "1 more stay"),
+        ),
+        (
+            HEAD + "    - match: {vendor: cpu, numa: 0}\n      cores: [99]\n",
+            ("layout.yaml:5: cores[0]: 99 cores, cpu-0", "has 7 to lend (1 more", "take away 92"),
+        ),
+        (
+            HEAD + "    - match: {vendor: cpu}\n      cores: [1]\n      memory: [17GiB]\n",
+            ("layout.yaml:6: memory[0]: 17GiB is more than the 16GiB of cpu-0", "away 1GiB"),
         ),
         (HEAD + "    - match: {vendor: cpu}\n      cores: [0]\n", ("layout.yaml:5", ">= 1")),
         (
@@ -254,7 +262,7 @@ ENTRY = "    - match: {vendor: nvidia, index: 0}\n"
         ),
         (
             HEAD + "    - match: {vendor: cpu}\n      cores: [1, 1]\n      memory: [12GiB, 8GiB]\n",
-            ("layout.yaml:6: memory[1]: 8GiB beside 12GiB", "the 16GiB of cpu-0", "away 4GiB"),
+            ("layout.yaml:6: memory[1]: 8GiB behind 12GiB", "the 16GiB of cpu-0", "away 4GiB"),
         ),
         (
             HEAD + "    - match: {vendor: cpu}\n      cores: [1]\n      memory: [1XB]\n",

@@ -127,9 +127,10 @@ class Node:
             ConfigError: Simulated silicon cannot be as it was asked for.
         """
         if self.settings.fake:
+            from alloy_agent.silicon import build
             from alloy_agent.silicon.spec import parse_specs
 
-            parse_specs(self.settings.fake)
+            build.check(parse_specs(self.settings.fake))
         if self._sample:
             self.store = self._open_store()  # refused before anything is started
         try:

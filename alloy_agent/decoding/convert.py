@@ -101,7 +101,7 @@ def _plain_mapping(node: Located, kind: Any, path: Path) -> dict[str, Any]:
             known = ", ".join(f.encode_name for f in fields)
             cause = f"key '{field.encode_name}' is missing"
             raise located_error(
-                node, path, cause, f"add '{field.encode_name}:' (keys here: {known})"
+                node, path, cause, f"add '{field.encode_name}:' (known keys: {known})"
             )
     return {
         str(key): _plain(part, types.get(str(key)), (*path, key)) for key, part in node.children()

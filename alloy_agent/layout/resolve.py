@@ -287,9 +287,10 @@ def _refuse_overfull(entry: Entry, device: Device, specs: list[PartitionSpec], k
     count = next(n for n in range(1, len(specs) + 1) if not fits(device, tuple(specs[:n])))
     last, before = specs[count - 1], ", ".join(_written(spec) for spec in specs[: count - 1])
     first_line = entry.lines.get(f"{key}[0]", entry.source.line)
+    beside = f" beside {before} (from line {first_line})" if before else ""
     raise ConfigError(
         f"{entry.at(f'{key}[{count - 1}]')}: {key}[{count - 1}]: {_written(last)} has no room on "
-        f"{_title(device)} beside {before} (from line {first_line})",
+        f"{_title(device)}{beside}",
         cure=f"take one away; the device has {device.slices} {device.slice_name}s",
     )
 
@@ -370,15 +371,23 @@ def _refuse_sizes(entry: Entry, device: Device, cores: tuple[int, ...]) -> None:
             )
         total += size
         if total > device.slices:
-            others = ", ".join(map(str, cores[:number])) or "nothing"
-            first = entry.lines.get("cores[0]", entry.source.line)
-            reserved = len(device.reserved_units)
-            kept = f", {reserved} more stay with the system" if reserved else ""
-            raise ConfigError(
-                f"{entry.at(path)}: {path}: {size} beside {others} (from line {first}) are {total} "
-                f"{device.slice_name}s, {_title(device)} has {device.slices}{kept}",
-                cure=f"take away {total - device.slices}",
-            )
+            raise _too_many_cores(entry, device, cores[: number + 1])
+
+
+def _too_many_cores(entry: Entry, device: Device, cores: tuple[int, ...]) -> ConfigError:
+    """Return the refusal of the last of these runs, which does not fit behind the others."""
+    path, total = f"cores[{len(cores) - 1}]", sum(cores)
+    asked = f"{total} {device.slice_name}{'' if total == 1 else 's'}"
+    if len(cores) > 1:
+        first = entry.lines.get("cores[0]", entry.source.line)
+        before = ", ".join(map(str, cores[:-1]))
+        asked = f"{cores[-1]} behind {before} (from line {first}) makes {asked}"
+    reserved = len(device.reserved_units)
+    kept = f" ({reserved} more stay with the system)" if reserved else ""
+    return ConfigError(
+        f"{entry.at(path)}: {path}: {asked}, {_title(device)} has {device.slices} to lend{kept}",
+        cure=f"take away {total - device.slices}",
+    )
 
 
 def _core_memory(entry: Entry, device: Device, cores: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -403,11 +412,11 @@ def _core_memory(entry: Entry, device: Device, cores: tuple[int, ...]) -> tuple[
         limit = device.memory_bytes
         if limit is not None and total > limit:
             first = entry.lines.get("memory[0]", entry.source.line)
+            before = f" behind {format_bytes(total - size)} (from line {first})" if number else ""
             raise ConfigError(
-                f"{entry.at(f'memory[{number}]')}: memory[{number}]: {format_bytes(size)} beside "
-                f"{format_bytes(total - size)} (from line {first}) are more than the "
-                f"{format_bytes(limit)} of {_title(device)}",
-                cure=f"take away {format_bytes(total - limit)}",
+                f"{entry.at(f'memory[{number}]')}: memory[{number}]: {format_bytes(size)}{before} "
+                f"is more than the {format_bytes(limit >> 20 << 20)} of {_title(device)}",
+                cure=f"take away {format_bytes(-(-(total - limit) >> 20) << 20)}",
             )
         sizes.append(size)
     return tuple(sizes)

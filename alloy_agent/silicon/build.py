@@ -42,6 +42,15 @@ def open_machine(recipe: Recipe, state_dir: Path | None = None) -> Machine:
     return Machine(_prepared(recipe), path)
 
 
+def check(recipe: Recipe) -> None:
+    """Return if there can be a machine of this recipe; makes none.
+
+    Raises:
+        ConfigError: The recipe asks for what the boards cannot do.
+    """
+    _prepared(recipe)
+
+
 def new_state(recipe: Recipe) -> MachineState:
     """Return a machine whose devices are in their factory modes."""
     state = MachineState(

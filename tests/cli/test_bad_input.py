@@ -109,6 +109,17 @@ def test_a_bad_fake_is_one_line(alloy: Run, spec: str) -> None:
     one_line(alloy("devices", fake=spec))
 
 
+def test_simulated_devices_that_cannot_be(alloy: Run, tmp_path: Path) -> None:
+    """A file that asks for instances with no place is refused by every command, not half shown."""
+    path = tmp_path / "node.yaml"
+    path.write_text("boards: [{board: H100, instances: [3g.40gb@0, 3g.40gb@2]}]\n")
+    for command in (("devices",), ("plan", "/dev/null"), ("audit",), ("doctor",)):
+        done = alloy(*command, fake=str(path))
+        assert done.code == 2
+        assert done.out == ""
+        assert "3g.40gb cannot be placed" in done.err or command[0] == "plan"
+
+
 def test_a_layout_must_be_chosen_among_several(alloy: Run, layout: Path) -> None:
     """Without `--layout`, or with an unknown one, the names to choose from are said."""
     for arguments in (["plan", str(layout)], ["plan", str(layout), "--layout", "thirds"]):
