@@ -127,6 +127,27 @@ class AmdSettings(Value, frozen=True, kw_only=True):
     debug_root: FilePath = "/sys/kernel/debug"
 
 
+class NeuronSettings(Value, frozen=True, kw_only=True):
+    """How AWS Neuron devices are reached, and what tenants are told of them.
+
+    `tools_dir` is where `neuron-ls` and `neuron-monitor` are; with `monitor` the latter runs as a
+    child. `core_numbers` says how NEURON_RT_VISIBLE_CORES counts: over all cores of the host, or
+    from the first granted device on. With `share_hbm_bank` one of two cores on a common memory bank
+    may be granted alone. `ports_from` belongs to the collectives of the first core.
+    """
+
+    tools_dir: FilePath = "/opt/aws/neuron/bin"
+    monitor: bool = True
+    monitor_period_s: Annotated[float, duration("1s", "1m")] = 1.0
+    core_numbers: Literal["host", "container"] = "host"
+    share_hbm_bank: bool = False
+    ports_from: Annotated[int, Meta(ge=1024, le=64000)] = 61000
+    default_lnc_file: FilePath = "/opt/aws/neuron/logical_nc_config"
+    product_name_file: FilePath = "/sys/devices/virtual/dmi/id/product_name"
+    sys_root: FilePath = "/sys"
+    proc_root: FilePath = "/proc"
+
+
 class SamplerSettings(Value, frozen=True, kw_only=True):
     """How often devices are sampled, and what that may cost.
 
@@ -248,6 +269,7 @@ class Settings(Value, frozen=True, kw_only=True):
     cpu: CpuSettings = CpuSettings()
     nvidia: NvidiaSettings = NvidiaSettings()
     amd: AmdSettings = AmdSettings()
+    neuron: NeuronSettings = NeuronSettings()
     sampler: SamplerSettings = SamplerSettings()
     observe: ObserveSettings = ObserveSettings()
     audit: AuditSettings = AuditSettings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -916,6 +917,64 @@ def test_grants_of_another_process_are_an_event(opened: Opened) -> None:
     grant(other, device, 0, 1)
     (event,) = backend.wait_events(WAIT_S)
     assert (event.kind, event.device) == ("geometry", device)
+
+
+# --- in processes of its own ---------------------------------------------------------------------
+
+
+def alloy(host: FakeNeuronHost, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run one command of the agent in a process of its own, on a generated host."""
+    file = host.root / "agent.yaml"
+    settings = {
+        "state_dir": str(host.root / "alloy"),
+        "socket_path": str(host.root / "agent.sock"),
+        "backends": {"cpu": "off", "nvidia": "off", "amd": "off"},
+        "neuron": {
+            "sys_root": str(host.sys),
+            "tools_dir": str(host.tools),
+            "product_name_file": str(host.root / "product_name"),
+        },
+    }
+    file.write_text(json.dumps(settings))
+    return subprocess.run(
+        [sys.executable, "-m", "alloy_agent", "--config", str(file), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("instance", ["inf2.24xlarge", "trn1.32xlarge", "trn2.48xlarge"])
+def test_commands_compose_on_an_instance(opened: Opened, instance: str) -> None:
+    """Plan, apply, devices and audit in processes of their own; an impossible layout is refused."""
+    host = opened.host(instance)
+    layout = host.root / "layout.yaml"
+    text = (
+        "version: v1\nlayouts:\n  a:\n    - match: {{vendor: neuron, index: 3}}\n      cores: {}\n"
+    )
+    layout.write_text(text.format([1, 1]))
+    planned = alloy(host, "plan", str(layout), "--json", "--exit-code")
+    assert planned.returncode == 1, planned.stderr
+    assert len(json.loads(planned.stdout)["steps"]) == 2
+    applied = alloy(host, "apply", str(layout), "--yes", "--json")
+    assert applied.returncode == 0, applied.stderr
+    devices = json.loads(alloy(host, "devices", "--json").stdout)["devices"]
+    assert len(devices) == host.board.devices
+    pieces = [piece for device in devices for piece in device["partitions"]]
+    assert [piece["profile"] for piece in pieces] == ["1c", "1c"]
+    audit_ = json.loads(alloy(host, "audit", "--json").stdout)
+    verdicts = {
+        judgement["check"]: judgement["verdict"]
+        for report in audit_["partitions"]
+        for judgement in report["judgements"]
+    }
+    assert {verdicts[name] for name in ("NRN-01", "NRN-04", "PART-01")} == {"pass"}
+    assert {report["tier"] for report in audit_["partitions"]} == {"soft"}
+    layout.write_text(text.format([64, 1]))
+    refused = alloy(host, "plan", str(layout))
+    assert refused.returncode not in {0, 1} or "64" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
 
 
 def test_numbers_of_the_tree_are_read_from_its_files(tmp_path: Path) -> None:

@@ -153,7 +153,6 @@ class FakeNeuronHost:
         given: dict[str, Any] = {
             "state_dir": str(self.state_dir),
             "sys_root": str(self.sys),
-            "dev_root": str(self.dev),
             "proc_root": str(self.proc),
             "tools_dir": str(self.tools),
             "default_lnc_file": str(self.root / "logical_nc_config"),

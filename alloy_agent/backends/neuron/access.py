@@ -33,7 +33,7 @@ def access_of(
     tag: str,
     *,
     has_lnc: bool,
-    first_port: int,
+    ports_from: int,
     counted_from: int = 0,
 ) -> Access:
     """Return what enters one run, or several of neighbouring devices as one set.
@@ -42,7 +42,7 @@ def access_of(
         runs: In the order of their devices.
         tag: Name of the allocation, for the runtime's process tag.
         has_lnc: Whether these devices have a choice of logical core configuration.
-        first_port: Port that belongs to core 0 of device 0.
+        ports_from: Port that belongs to core 0 of device 0.
         counted_from: Device with whose first core the count starts.
 
     Raises:
@@ -67,7 +67,7 @@ def access_of(
     if has_lnc:
         environment["NEURON_LOGICAL_NC_CONFIG"] = str(first.lnc)
     if len(cores) > 1:
-        port = first_port + first.number * PORTS_EACH + first.start
+        port = ports_from + first.number * PORTS_EACH + first.start
         environment["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{port}"
     nodes = tuple(f"/dev/neuron{number}" for number in range(first.number, last.number + 1))
     return Access(device_nodes=nodes, environment=environment, unset=UNSET)

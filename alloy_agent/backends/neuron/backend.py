@@ -205,7 +205,7 @@ class NeuronBackend:
                 [run],
                 ident,
                 has_lnc=len(board.lnc_choices) > 1,
-                first_port=self.options.first_port,
+                ports_from=self.options.ports_from,
                 counted_from=counted_from,
             ),
         )

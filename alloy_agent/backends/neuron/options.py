@@ -15,7 +15,7 @@ class NeuronOptions(Value, frozen=True, kw_only=True):
 
     Attributes:
         state_dir: Where the record of grants is kept; None: it ends with the process.
-        sys_root: Where sysfs is; `dev_root` and `proc_root` likewise.
+        sys_root: Where sysfs is; `proc_root` likewise.
         tools_dir: Where the vendor's programs are; they are on no PATH of a service.
         default_lnc_file: The node's default of the logical core configuration.
         product_name_file: Where the instance type is told without asking the network.
@@ -25,12 +25,11 @@ class NeuronOptions(Value, frozen=True, kw_only=True):
         core_numbers: How NEURON_RT_VISIBLE_CORES counts: over all cores of the host, or from the
             first granted device on, as inside a container.
         share_hbm_bank: Whether one half of a pair of cores with a common bank is granted.
-        first_port: Port of the collectives' meeting point of the node's first core.
+        ports_from: Port of the collectives' meeting point of the node's first core.
     """
 
     state_dir: str | None = None
     sys_root: str = "/sys"
-    dev_root: str = "/dev"
     proc_root: str = "/proc"
     tools_dir: str = "/opt/aws/neuron/bin"
     default_lnc_file: str = "/opt/aws/neuron/logical_nc_config"
@@ -40,7 +39,7 @@ class NeuronOptions(Value, frozen=True, kw_only=True):
     monitor_period_s: float = 1.0
     core_numbers: Literal["host", "container"] = "host"
     share_hbm_bank: bool = False
-    first_port: int = 61000
+    ports_from: int = 61000
 
     @classmethod
     def read(cls, options: dict[str, Json]) -> Self:
