@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
@@ -135,6 +136,24 @@ def test_mig_on_without_instances_is_a_state_of_its_own(tmp_path: Path) -> None:
     seen = host.backend.observe(ident)
     assert mode_of(seen.device) == ("on", None)
     assert seen.partitions == ()
+
+
+def test_the_nodes_of_an_instance_exist_once_it_does(tmp_path: Path) -> None:
+    """The driver makes no capability nodes: they are there after the step; a lost one is named."""
+    host, ident = hosted(tmp_path)
+    (host.root / "dev").mkdir()
+    host.mig(ident)
+    (piece,) = host.make(ident, "3g.40gb@0")
+    caps = [host.root / n.lstrip("/") for n in piece.access.device_nodes if "nvidia-caps" in n]
+    if not caps[0].exists():
+        pytest.skip("this host does not let us make device nodes")
+    assert [(os.major(p.stat().st_rdev), p.stat().st_rdev & 0xFF) for p in caps] == [
+        (237, int(p.name.removeprefix("nvidia-cap"))) for p in caps
+    ]
+    assert host.backend.observe(ident).faults == ()
+    caps[0].unlink()
+    (fault,) = host.backend.observe(ident).faults
+    assert (fault.kind, caps[0].name in fault.reason) == ("device_node_missing", True)
 
 
 # --- mode --------------------------------------------------------------------------------------
@@ -538,6 +557,21 @@ def test_one_lost_gpu_does_not_silence_the_others(tmp_path: Path) -> None:
     later = events_after(host, lambda: host.machine.inject_event(well, "xid:31"))
     assert (well, "xid:31") in [(e.device, e.code) for e in later]
     assert "nvml:gpu_is_lost" not in [e.code for e in later if e.device == well]
+
+
+def test_a_gpu_that_came_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reset a lost GPU is found by itself, once, and its events arrive again."""
+    monkeypatch.setattr("alloy_agent.backends.nvidia.events.LOOK_AGAIN_S", 0.05)
+    host, ident = hosted(tmp_path)
+    events_after(host, lambda: host.machine.inject_event(ident, "xid:79"))
+
+    def revive(state: MachineState) -> None:
+        state.devices[0].lost = False
+
+    found = events_after(host, lambda: host.machine.edit(revive))
+    assert [event.code for event in found if event.kind == "reset"] == ["nvml:gpu_is_back"]
+    later = events_after(host, lambda: host.machine.inject_event(ident, "xid:31"))
+    assert [event.code for event in later] == ["xid:31"]
 
 
 def test_a_change_of_geometry_is_an_event(tmp_path: Path) -> None:

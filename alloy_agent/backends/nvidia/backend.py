@@ -118,6 +118,7 @@ class NvidiaBackend:
         with translated(device), gpu.lock:
             seen, partitions, pieces = self._read(gpu)
             faults = view.faults(gpu, seen, pieces, self._rows)
+            faults += view.missing_nodes(gpu, partitions, self._root)
         return Observation(device=seen, partitions=partitions, faults=faults)
 
     def _read(self, gpu: Gpu) -> tuple[Device, tuple[Partition, ...], tuple[Piece, ...]]:
@@ -145,13 +146,19 @@ class NvidiaBackend:
                 self._set_mode(gpu, step)
             elif isinstance(step, Create):
                 if step.spec.share is Share.EXCLUSIVE:
-                    cutting.create(gpu, step)
+                    self._create(gpu, step)
                 else:
                     self._shares.create(gpu, step.spec)
             elif isinstance(step, Destroy):
                 self._destroy(gpu, step.partition)
             else:
                 self._configure(gpu, step)
+
+    def _create(self, gpu: Gpu, step: Create) -> None:
+        piece = cutting.create(gpu, step)
+        minor = gpu.identity().minor
+        if minor is not None:
+            self._caps.ensure(minor, piece)
 
     def _set_mode(self, gpu: Gpu, step: SetMode) -> None:
         if step.wanted == "on" and self._shares.of(gpu.id):
@@ -235,7 +242,9 @@ class NvidiaBackend:
         with translated("node"):
             events = self._waiter.wait(timeout_s)
         for event in events:
-            if event.code.startswith("xid:"):
+            if event.kind == "reset":
+                self._rows.clear(event.device)
+            elif event.code.startswith("xid:"):
                 self._rows.note(event.device, int(event.code.removeprefix("xid:")))
         return events
 

@@ -77,8 +77,8 @@ def _pending(gpu: Gpu, status: int, mode: tuple[bool, bool], proc: Path) -> Back
     return BackendError(f"{gpu.id}: activation status {status}: {state}")
 
 
-def create(gpu: Gpu, step: Create) -> None:
-    """Make a GPU instance at its place, with one compute instance over all of it."""
+def create(gpu: Gpu, step: Create) -> Piece:
+    """Make a GPU instance at its place, with one compute instance over all of it; return it."""
     spec = step.spec
     shape = next((s for s in gpu.identity().shapes if s.profile.name == spec.profile), None)
     if shape is None or spec.placement is None:
@@ -108,6 +108,7 @@ def create(gpu: Gpu, step: Create) -> None:
         raise BackendError(
             f"{gpu.id}: the driver made {shape.profile.name}@{start}, but does not show it"
         )
+    return made
 
 
 def _make(gpu: Gpu, shape: Shape, start: int) -> Any:

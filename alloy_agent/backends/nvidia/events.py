@@ -19,6 +19,7 @@ from alloy_agent.backends.nvidia.library import ABSENT, LOST, TIMEOUT, Nvml, Nvm
 from alloy_agent.model import DeviceEvent, PartitionId
 
 SLICE_S: Final = 0.1
+LOOK_AGAIN_S: Final = 5.0  # a lost GPU is looked at again this often
 BURST_MAX: Final = 64  # events taken in one wait
 # Source: nvml.h, nvmlEventType*.
 XID: Final = 0x8
@@ -48,7 +49,7 @@ class EventWaiter:
         self._set: Any = None
         self._registered: dict[str, Gpu] = {}
         self._excluded: set[str] = set()
-        self._lost: set[str] = set()
+        self._lost: dict[str, float] = {}  # GPU to when it is looked at again
         self._wanted_by_others = 0
 
     def wait(self, timeout_s: float) -> list[DeviceEvent]:
@@ -84,7 +85,7 @@ class EventWaiter:
         """Allow registrations on a GPU again."""
         with self._lock:
             self._excluded.discard(device)
-            self._lost.discard(device)
+            self._lost.pop(device, None)
             if self._set is not None and device not in self._registered:
                 self._free()  # the next wait makes a set with this GPU in it
 
@@ -101,6 +102,9 @@ class EventWaiter:
 
     def _slice(self, timeout_s: float) -> tuple[list[DeviceEvent], bool]:
         """Return the events of one short wait, and whether there was nothing to wait on."""
+        back = self._returned() if self._lost else []
+        if back:
+            return back, False
         if self._set is None:
             self._register()
         if not self._registered:
@@ -118,6 +122,26 @@ class EventWaiter:
             found += self._event(data)
             wait_ms = 0
         return found, False
+
+    def _returned(self) -> list[DeviceEvent]:
+        """Return an event for each lost GPU that answers again, after a reset say."""
+        events, now_s = [], time.monotonic()
+        for gpu in self._gpus():
+            if now_s < self._lost.get(str(gpu.id), float("inf")) or gpu.id in self._excluded:
+                continue
+            self._lost[str(gpu.id)] = now_s + LOOK_AGAIN_S
+            with contextlib.suppress(NvmlCallError):
+                gpu.call("nvmlDeviceGetPciInfo")
+                del self._lost[str(gpu.id)]
+                gpu.forget()
+                events.append(
+                    DeviceEvent(
+                        device=gpu.id, kind="reset", code="nvml:gpu_is_back", time_s=_now_s()
+                    )
+                )
+        if events:
+            self._free()  # the next wait makes a set with them in it
+        return events
 
     def _register(self) -> None:
         gpus = [g for g in self._gpus() if g.id not in self._excluded and g.id not in self._lost]
@@ -157,7 +181,7 @@ class EventWaiter:
         self._free()
         events = []
         for gpu, cause in gone:
-            self._lost.add(str(gpu.id))
+            self._lost[str(gpu.id)] = time.monotonic() + LOOK_AGAIN_S
             events.append(
                 DeviceEvent(
                     device=gpu.id,

@@ -30,7 +30,7 @@ GPM_SM_UTIL: Final = 2  # nvml.h: NVML_GPM_METRIC_*
 GPM_DRAM_BW_UTIL: Final = 10
 # Source: nvml.h, nvmlGpmMetricsGet: samples are at least 100 ms apart.
 GPM_PERIOD_S: Final = 0.1
-MEMORY_PERIOD_S: Final = 0.1
+MEMORY_PERIOD_S: Final = 0.5
 COUNTER_PERIOD_S: Final = 0.02
 SLOW_PERIOD_S: Final = 1.0
 FIELD_TIME_MAX_S: Final = 3600.0  # a time stamp farther off than this is not believed
@@ -130,6 +130,7 @@ class _Seat:
     def __init__(self, partition: Partition, cells: list[_Cell]) -> None:
         self.partition = partition
         self.cells = cells
+        self.uuids = frozenset(partition.incarnation.split("+"))
         self.instance = int(partition.locator["gi"]) if "gi" in partition.locator else None
         self.mig: Any = None
         self.older: Any = None
@@ -307,11 +308,8 @@ class Sampler:
                 self._memory_of(seat, now_s)
 
     def _memory_of(self, seat: _Seat, now_s: float) -> None:
-        nvml = self._gpu.nvml
         try:
-            uuid = nvml.call("nvmlDeviceGetUUID", seat.mig)
-            if uuid not in seat.partition.incarnation.split("+"):
-                self._gone(seat)
+            if not self._still_there(seat):
                 return
             seat.cells[_USED].set(self._used(seat.mig), now_s)
         except NvmlCallError as failure:
@@ -321,6 +319,14 @@ class Sampler:
                 self._gone(seat)
             else:
                 seat.cells[_USED].lose(_quality(failure))
+
+    def _still_there(self, seat: _Seat) -> bool:
+        """Whether the handle still means this instance, and not one made after it."""
+        uuid = self._gpu.nvml.call("nvmlDeviceGetUUID", seat.mig)
+        if uuid in seat.uuids:
+            return True
+        self._gone(seat)
+        return False
 
     def _used(self, handle: Any) -> float | None:
         """Return used bytes; without what the driver keeps for itself where it tells that apart."""
@@ -339,6 +345,8 @@ class Sampler:
             return
         nvml = self._gpu.nvml
         try:
+            if seat.mig is not None and not self._still_there(seat):
+                return
             sample = seat.older or nvml.call("nvmlGpmSampleAlloc")
             seat.older = sample
             if seat.instance is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -53,9 +55,15 @@ RECOVERY: Final[dict[int, str]] = {
 
 
 class CapsMinors:
-    """The minor numbers of `/dev/nvidia-caps`, fixed while the driver is loaded."""
+    """The nodes of `/dev/nvidia-caps`: their numbers are fixed while the driver is loaded.
+
+    The driver does not make them; without them a container cannot be given its instance, so they
+    are made when an instance is. They stay after it: the number is the place's, not the tenant's,
+    and what may open one is decided by the device rules of its container.
+    """
 
     def __init__(self, root: Path) -> None:
+        self._root = root
         self._file = root / "proc/driver/nvidia-caps/mig-minors"
         self._minors: dict[str, int] | None = None
 
@@ -65,6 +73,26 @@ class CapsMinors:
         keys += [f"gpu{gpu}/gi{piece.ident}/ci{compute.ident}/access" for compute in piece.compute]
         table = self._table()
         return tuple(f"/dev/nvidia-caps/nvidia-cap{table[key]}" for key in keys if key in table)
+
+    def ensure(self, gpu: int, piece: Piece) -> None:
+        """Make the nodes of an instance that are missing, as far as this host lets us."""
+        major = self._major()
+        if major is None:
+            return
+        for node in self.nodes(gpu, piece):
+            path = self._root / node.lstrip("/")
+            number = int(node.rpartition("nvidia-cap")[2])
+            with contextlib.suppress(OSError):  # what stays missing is a fault of the device
+                path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                os.mknod(path, stat.S_IFCHR | 0o444, os.makedev(major, number))
+
+    def _major(self) -> int | None:
+        try:
+            lines = (self._root / "proc/devices").read_text().splitlines()
+        except OSError:
+            return None
+        words = [line.split() for line in lines]
+        return next((int(w[0]) for w in words if w[1:] == ["nvidia-caps"]), None)
 
     def _table(self) -> dict[str, int]:
         if self._minors is None:
@@ -245,6 +273,22 @@ def faults(
             found.append(("reset_required", "a mode change waits for a reset"))
     found += rows.faults(gpu)
     return tuple(DeviceFault(device=gpu.id, kind=kind, reason=reason) for kind, reason in found)
+
+
+def missing_nodes(
+    gpu: Gpu, partitions: tuple[Partition, ...], root: Path
+) -> tuple[DeviceFault, ...]:
+    """Return a fault for each partition whose capability nodes do not exist on this host."""
+    if not (root / "dev").is_dir():
+        return ()
+    found = []
+    for partition in partitions:
+        nodes = [n for n in partition.access.device_nodes if n.startswith("/dev/nvidia-caps/")]
+        missing = [node for node in nodes if not (root / node.lstrip("/")).exists()]
+        if missing:
+            reason = f"{partition.profile}@{partition.placement.start}: no {', '.join(missing)}"
+            found.append(DeviceFault(device=gpu.id, kind="device_node_missing", reason=reason))
+    return tuple(found)
 
 
 class RowsSeen:
