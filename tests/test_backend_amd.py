@@ -226,6 +226,7 @@ def test_a_tree_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> N
                 gpu.set_compute_mode(mode)
 
     tree.odd.on_read = switch
+    tree.touch()
     seen = backend.observe(device)
     assert [piece.profile for piece in seen.partitions] == ["DPX"] * 2
 
@@ -235,6 +236,7 @@ def test_a_tree_that_never_rests_is_an_error_and_no_hang(tmp_path: Path) -> None
     tree = tree_of("1xMI300X", tmp_path)
     backend = tree.backend()
     device = backend.discover()[0]
+    tree.touch()
     flip = itertools.cycle(["DPX", "SPX"])
     gpu = tree.machine.amd(tree.machine.state.devices[0].id)
     tree.odd.on_read = lambda path: (
@@ -252,6 +254,23 @@ def test_a_node_without_io_links_is_no_trouble(tmp_path: Path) -> None:
         shutil.rmtree(path)
     assert len(backend.discover()) == 2
     assert backend.observe(backend.discover()[0]).partitions
+
+
+def test_an_unchanged_topology_is_read_once(tmp_path: Path) -> None:
+    """Looking again at 64 partitions costs a few files, not thousands."""
+    tree = tree_of("8xMI300X", tmp_path)
+    for state in tree.machine.state.devices:
+        tree.machine.amd(state.id).set_compute_mode("CPX")
+    backend = tree.backend()
+    devices = backend.discover()
+    backend.observe(devices[0])
+    tree.files.opened.clear()
+    for device in devices:
+        backend.observe(device)
+    assert not [path for path in tree.files.opened if "/io_links" in path]
+    assert len(tree.files.opened) < 60 * len(devices)
+    tree.machine.amd(tree.machine.state.devices[3].id).set_compute_mode("QPX")
+    assert len(backend.observe(devices[3]).partitions) == 4
 
 
 # --- changes ---

@@ -36,7 +36,7 @@ from alloy_agent.backends.amd.modes import UNKNOWN, Modes, read_modes
 from alloy_agent.backends.amd.pieces import PREFIX, Sight
 from alloy_agent.backends.amd.processes import holders, kfd_processes
 from alloy_agent.backends.amd.sampler import Sampler
-from alloy_agent.backends.amd.topology import Topology, generation, read_topology
+from alloy_agent.backends.amd.topology import Topology, TopologyReader, generation
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.errors import (
     BackendError,
@@ -118,6 +118,7 @@ class AmdBackend:
             dev=self.options.dev_root,
             debug=self.options.debug_root,
         )
+        self._reader = TopologyReader(self.files, self.roots)
         self._clock = clock
         self._boot = boot_id(self.roots.proc)
         self._ledger = Ledger(self.options.state_dir, self._boot)
@@ -149,7 +150,7 @@ class AmdBackend:
         """Return the ids of all devices, by PCI address; one that was seen once stays listed."""
         found: Iterable[str] = ()
         if generation(self.files, self.roots) is not None:
-            found = read_topology(self.files, self.roots).devices()
+            found = self._reader.read().devices()
         with self._lock:
             for bus in found:
                 self._known[DeviceId(f"{PREFIX}{bus}")] = bus
@@ -180,7 +181,7 @@ class AmdBackend:
         return sight
 
     def _glance(self, device: DeviceId) -> Sight:
-        topology = read_topology(self.files, self.roots)
+        topology = self._reader.read()
         found = topology.devices()
         bus = self._bus(device, found)
         pci = self.roots.pci(bus)
@@ -539,7 +540,7 @@ class AmdBackend:
 
     def topology(self) -> Topology:
         """Return the topology of this moment, for tools and tests."""
-        return read_topology(self.files, self.roots)
+        return self._reader.read()
 
 
 def _request(wanted: str, current: str, epoch: str) -> Callable[[DeviceEntry, Notes], None]:

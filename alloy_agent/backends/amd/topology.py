@@ -109,6 +109,41 @@ def generation(files: Files, roots: Roots) -> int | None:
     return files.number(f"{roots.kfd}/topology/generation_id")
 
 
+class TopologyReader:
+    """Reads the topology again only when it has changed: it is thousands of files on a large node.
+
+    The counter alone does not tell: it starts anew with the driver. The directory's inode does.
+    """
+
+    def __init__(self, files: Files, roots: Roots) -> None:
+        self._files, self._roots = files, roots
+        self._last: tuple[int, int, Topology] | None = None
+
+    def read(self) -> Topology:
+        """Return the topology of this moment.
+
+        Raises:
+            BackendError: There is none, or it changes faster than it can be read.
+        """
+        last = self._last
+        if last is not None and last[:2] == self._stamp():
+            return last[2]
+        before = self._stamp()
+        topology = read_topology(self._files, self._roots)
+        after = self._stamp()
+        if before is not None and before == after and after[0] == topology.generation:
+            self._last = (*after, topology)
+        return topology
+
+    def _stamp(self) -> tuple[int, int] | None:
+        number = generation(self._files, self._roots)
+        try:
+            mark = self._files.mark(f"{self._roots.kfd}/topology/nodes")
+        except OSError:
+            return None
+        return None if number is None else (number, mark)
+
+
 def read_topology(files: Files, roots: Roots) -> Topology:
     """Return the topology.
 
