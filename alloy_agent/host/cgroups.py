@@ -45,6 +45,7 @@ class CgroupState(Value, frozen=True, kw_only=True):
 
     `lacks` says why it is half made; empty for a whole one. `memory_limit_bytes` is the cap of the
     cgroup itself, `memory_ceiling_bytes` the lowest of it and all its ancestors; None: no limit.
+    `swap_open` says that swap comes on top of a memory cap, which `set_memory` does not allow.
     `partition` is the v2 cpuset partition type, or "exclusive"/"shared" from v1's `cpu_exclusive`.
     """
 
@@ -57,6 +58,7 @@ class CgroupState(Value, frozen=True, kw_only=True):
     memory_ceiling_bytes: int | None
     memory_used_bytes: int | None
     swap_limit_bytes: int | None
+    swap_open: bool
     partition: str
     inodes: dict[str, int]
 
@@ -237,6 +239,7 @@ class Cgroup:
             memory_ceiling_bytes=self._ceiling(),
             memory_used_bytes=self._memory_used(self.memory) if self.memory else None,
             swap_limit_bytes=self._limit("memory.memsw.limit_in_bytes", "memory.swap.max"),
+            swap_open=self._swap_open(),
             partition=self._partition_type(),
             inodes=inodes,
         )
@@ -446,6 +449,14 @@ class Cgroup:
 
     def _limit(self, v1: str, v2: str) -> int | None:
         return _bytes(self._file(self.memory, v1, v2))
+
+    def _swap_open(self) -> bool:
+        cap = self._limit("memory.limit_in_bytes", "memory.max")
+        text = self._file(self.memory, "memory.memsw.limit_in_bytes", "memory.swap.max")
+        if cap is None or text is None or self.memory is None:  # no cap, or swap is not counted
+            return False
+        swap = _bytes(text)
+        return swap is None or swap > (cap if self.memory.version == 1 else 0)
 
     def _memory_used(self, hierarchy: Hierarchy) -> int | None:
         return _bytes(self._file(hierarchy, "memory.usage_in_bytes", "memory.current"))

@@ -538,7 +538,7 @@ class CpuBackend:
 def _alterations(
     state: CgroupState, node: Node, granted: Placement | None, real: Placement | None
 ) -> list[str]:
-    """Return in which ways the kernel's CPUs and memory nodes are not what a name grants."""
+    """Return in which ways the kernel's CPUs, memory nodes and swap are not as they were made."""
     found = []
     if real != granted:
         wanted = format_cpu_list(cpus_of(cores_of(granted, node))) if granted else "no cores"
@@ -547,6 +547,8 @@ def _alterations(
     if state.mems_effective != (node.number,):
         mems = format_cpu_list(state.mems_effective) or "none"
         found.append(f"takes memory from nodes {mems}")
+    if state.swap_open:
+        found.append("may swap beyond its memory cap")
     return found
 
 
