@@ -100,6 +100,8 @@ class Tree:
         self._shown = b""
         self._touched = 0
         self._renders = 0
+        self._had: dict[Path, bytes] = {}
+        self._had_folders: set[Path] = set()
         self.lock = threading.RLock()  # held while files are re-made or read
         self.render()
 
@@ -172,25 +174,47 @@ class Tree:
         self._version = (self.machine.version, self._touched)
         self._shown = self._visible()
         self._renders += 1
+        self._wanted: dict[Path, bytes] = {}
+        self._folders: set[Path] = set()
         kfd = self.sys / "class/kfd/kfd"
-        for stale in (kfd, self.sys / "class/drm", self.sys / "devices/platform"):
-            shutil.rmtree(stale, ignore_errors=True)
         proc = self.root / "proc"
-        shutil.rmtree(proc, ignore_errors=True)
-        put(proc / "sys/kernel/random/boot_id", f"fake-boot-{self.machine.state.boot}")
-        put(proc / "sys/kernel/osrelease", "6.18.0-fake")
-        put(proc / "self/mountinfo", "".join(self._mounts()))
-        put(kfd / "dev", f"{KFD_MAJOR}:0")
-        put(self.root / "dev/kfd", "")
-        put(self.sys / "module/amdgpu/version", self.machine.state.devices[0].driver)
-        put(kfd / "topology/generation_id", str(1 + self._renders))
+        self._put(proc / "sys/kernel/random/boot_id", f"fake-boot-{self.machine.state.boot}")
+        self._put(proc / "sys/kernel/osrelease", "6.18.0-fake")
+        self._put(proc / "self/mountinfo", "".join(self._mounts()))
+        self._put(kfd / "dev", f"{KFD_MAJOR}:0")
+        self._put(self.root / "dev/kfd", "")
+        self._put(self.sys / "module/amdgpu/version", self.machine.state.devices[0].driver)
+        self._put(kfd / "topology/generation_id", str(1 + self._renders))
         number = self._cpus(kfd)
         for state in self.machine.state.devices:
             number = self._device(kfd, state, number)
         self._links(kfd)
         self._processes(kfd)
         if self.mqds is not None:
-            put(self.root / "debug/kfd/mqds", self.mqds)
+            self._put(self.root / "debug/kfd/mqds", self.mqds)
+        self._sync()
+
+    def _put(self, path: Path, content: str | bytes) -> None:
+        """Want a file to be there after this rendering."""
+        self._wanted[path] = content if isinstance(content, bytes) else content.encode()
+
+    def _folder(self, path: Path) -> None:
+        """Want a directory to be there, empty or not."""
+        self._folders.add(path)
+
+    def _sync(self) -> None:
+        """Bring the disk from what was wanted before to what is wanted now: few files differ."""
+        folders = self._folders | {p for path in self._wanted for p in path.parents}
+        for path in self._had_folders - folders:
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self._had.keys() - self._wanted.keys():
+            path.unlink(missing_ok=True)
+        for path in self._folders - self._had_folders:
+            path.mkdir(parents=True, exist_ok=True)
+        for path, raw in self._wanted.items():
+            if self._had.get(path) != raw:
+                put(path, raw)
+        self._had, self._had_folders = self._wanted, folders
 
     def _mounts(self) -> list[str]:
         lines = [f"30 1 0:30 / {self.root}/cg2 rw - cgroup2 cgroup2 rw\n"]
@@ -201,14 +225,13 @@ class Tree:
     def _cpus(self, kfd: Path) -> int:
         for number in range(2):
             node = kfd / f"topology/nodes/{number}"
-            put(node / "gpu_id", "0")
-            put(node / "properties", "cpu_cores_count 64\nsimd_count 0\n")
+            self._put(node / "gpu_id", "0")
+            self._put(node / "properties", "cpu_cores_count 64\nsimd_count 0\n")
         return 2
 
     def _device(self, kfd: Path, state: DeviceState, number: int) -> int:
         pci = self.sys / "bus/pci/devices" / self.bus(state)
         if state.lost:
-            shutil.rmtree(pci, ignore_errors=True)
             return number
         board = self.machine.amd(state.id).board
         self._primary(pci, state, board)
@@ -218,46 +241,46 @@ class Tree:
                 continue
             self._node(kfd / f"topology/nodes/{number}", state, board, piece)
             name = f"renderD{piece.render_minor}"
-            put(self.root / "dev/dri" / name, "")
-            put(self.sys / "class/drm" / name / "dev", f"226:{piece.render_minor}")
+            self._put(self.root / "dev/dri" / name, "")
+            self._put(self.sys / "class/drm" / name / "dev", f"226:{piece.render_minor}")
             if piece.number:
                 platform = f"amdgpu_xcp{self.odd.separator}{number}"
-                put(self.sys / "devices/platform" / platform / "drm" / name / "dev", "226:0")
+                self._put(self.sys / "devices/platform" / platform / "drm" / name / "dev", "226:0")
             number += 1
         return number
 
     def _primary(self, pci: Path, state: DeviceState, board: AmdBoard) -> None:
-        (pci / "drm").mkdir(parents=True, exist_ok=True)
-        put(pci / "device", f"0x{board.device_id:04x}")
-        put(pci / "numa_node", str(state.numa))
-        put(pci / "unique_id", state.serial.removeprefix("0x"))
-        put(pci / "mem_info_vram_total", str(board.memory_mib * MIB))
+        self._folder(pci / "drm")
+        self._put(pci / "device", f"0x{board.device_id:04x}")
+        self._put(pci / "numa_node", str(state.numa))
+        self._put(pci / "unique_id", state.serial.removeprefix("0x"))
+        self._put(pci / "mem_info_vram_total", str(board.memory_mib * MIB))
         used = sum(client.memory_bytes for client in self.machine.clients(state.id))
-        put(pci / "mem_info_vram_used", str(used))
-        put(pci / "hwmon/hwmon7/power1_cap", str(int(board.power_cap_w * 1e6)))
-        put(pci / "hwmon/hwmon7/temp2_crit", str(int(board.temperature_limit_c * 1e3)))
-        put(pci / "hwmon/hwmon7/temp1_input", "0")
-        put(pci / "gpu_metrics", "")
+        self._put(pci / "mem_info_vram_used", str(used))
+        self._put(pci / "hwmon/hwmon7/power1_cap", str(int(board.power_cap_w * 1e6)))
+        self._put(pci / "hwmon/hwmon7/temp2_crit", str(int(board.temperature_limit_c * 1e3)))
+        self._put(pci / "hwmon/hwmon7/temp1_input", "0")
+        self._put(pci / "gpu_metrics", "")
         for block, counts in (
             {"umc": {"ue": state.ecc_uncorrected, "ce": 0}} | self.errors
         ).items():
             lines = "".join(f"{kind}: {count}\n" for kind, count in counts.items())
-            put(pci / f"ras/{block}_err_count", lines)
+            self._put(pci / f"ras/{block}_err_count", lines)
         if not board.compute_modes:
-            put(pci / "current_compute_partition", "Not supported")
+            self._put(pci / "current_compute_partition", "Not supported")
             return
         offered = board.compute_modes
         if not self.odd.lists_by_xcc:
             offered = tuple(m for m in offered if fits(board, m, state.memory_mode))
-            put(
+            self._put(
                 pci / "compute_partition_config/supported_xcp_configs",
                 ", ".join(board.compute_modes),
             )
-        put(pci / "available_compute_partition", ", ".join(offered))
-        put(pci / "current_compute_partition", state.compute_mode)
-        put(pci / "current_memory_partition", state.memory_mode)
-        put(pci / "available_memory_partition", ", ".join(board.memory_modes))
-        put(pci / "enforce_isolation", " ".join(str(value) for value in state.isolation))
+        self._put(pci / "available_compute_partition", ", ".join(offered))
+        self._put(pci / "current_compute_partition", state.compute_mode)
+        self._put(pci / "current_memory_partition", state.memory_mode)
+        self._put(pci / "available_memory_partition", ", ".join(board.memory_modes))
+        self._put(pci / "enforce_isolation", " ".join(str(value) for value in state.isolation))
 
     def _node(self, node: Path, state: DeviceState, board: AmdBoard, piece: XcdPartition) -> None:
         _, bus, rest = state.bus.split(":")
@@ -266,7 +289,7 @@ class Tree:
         unique = int(state.serial, 16) + (0 if self.odd.same_unique_id else piece.number)
         xccs = piece.xcds
         if self.odd.gpu_ids:
-            put(node / "gpu_id", str(piece.kfd_gpu_id))
+            self._put(node / "gpu_id", str(piece.kfd_gpu_id))
         properties = {
             "simd_count": piece.cus * 4,
             "simd_per_cu": 4,
@@ -282,12 +305,12 @@ class Tree:
             "unique_id": unique,
             "num_xcc": xccs,
         }
-        put(node / "properties", "".join(f"{k} {v}\n" for k, v in properties.items()))
-        put(
+        self._put(node / "properties", "".join(f"{k} {v}\n" for k, v in properties.items()))
+        self._put(
             node / "mem_banks/0/properties",
             f"heap_type 1\nsize_in_bytes {piece.memory_bytes}\nflags 0\nwidth 8192\n",
         )
-        (node / "io_links").mkdir(exist_ok=True)
+        self._folder(node / "io_links")
 
     def _links(self, kfd: Path) -> None:
         """Link GPU nodes of a hive: within a device all, over devices like with like.
@@ -295,21 +318,21 @@ class Tree:
         The kernel lists every pair; a part of them keeps large trees quick to make.
         """
         nodes: dict[int, tuple[str, int, int]] = {}
-        for entry in (kfd / "topology/nodes").iterdir():
-            words = dict(
-                line.split() for line in (entry / "properties").read_text().splitlines() if line
-            )
+        for path, raw in list(self._wanted.items()):
+            if path.name != "properties" or path.parents[1].name != "nodes":
+                continue
+            words = dict(line.split() for line in raw.decode().splitlines() if line)
             if int(words.get("hive_id", 0)):
                 where = int(words["location_id"])
                 place, part = where & 0xFFF8, where >> 28 | where & 7
-                nodes[int(entry.name)] = (words["hive_id"], place, part)
+                nodes[int(path.parent.name)] = (words["hive_id"], place, part)
         for number, (hive, place, part) in nodes.items():
             index = 0
             for other, (hive2, place2, part2) in nodes.items():
                 if other == number or hive2 != hive or (place != place2 and part != part2):
                     continue
                 weight = 13 if place == place2 else 15
-                put(
+                self._put(
                     kfd / f"topology/nodes/{number}/io_links/{index}/properties",
                     f"type 11\nnode_from {number}\nnode_to {other}\nweight {weight}\n"
                     "max_bandwidth 64000\n",
@@ -317,7 +340,7 @@ class Tree:
                 index += 1
 
     def _processes(self, kfd: Path) -> None:
-        (kfd / "proc").mkdir(parents=True, exist_ok=True)
+        self._folder(kfd / "proc")
         for client in self.machine.state.clients:
             state = self.machine.device(client.device)
             if state.lost:
@@ -327,25 +350,25 @@ class Tree:
     def _process(self, base: Path, client: Client, state: DeviceState) -> None:
         live = self.machine.amd_partitions(state)
         piece = live[min(client.instance or 0, len(live) - 1)]
-        (base / "queues").mkdir(parents=True, exist_ok=True)
+        self._folder(base / "queues")
         if not client.monitor:
-            put(base / f"queues/{client.pid % 100}/gpuid", str(piece.kfd_gpu_id))
-            put(base / f"vram_{piece.kfd_gpu_id}", str(client.memory_bytes))
+            self._put(base / f"queues/{client.pid % 100}/gpuid", str(piece.kfd_gpu_id))
+            self._put(base / f"vram_{piece.kfd_gpu_id}", str(client.memory_bytes))
             busy = int(client.load_ratio * piece.cus)
-            put(base / f"stats_{piece.kfd_gpu_id}/cu_occupancy", str(busy))
+            self._put(base / f"stats_{piece.kfd_gpu_id}/cu_occupancy", str(busy))
         proc = self.root / "proc" / str(client.pid)
-        put(proc / "comm", self.comms.get(client.pid, client.name.encode()) + b"\n")
+        self._put(proc / "comm", self.comms.get(client.pid, client.name.encode()) + b"\n")
         environ = self.environs.get(client.pid)
         if environ is not None:
-            put(proc / "environ", "\0".join(f"{k}={v}" for k, v in environ.items()))
-        put(proc / "cgroup", f"5:devices:/tenant-{client.pid}\n0::/tenant-{client.pid}\n")
+            self._put(proc / "environ", "\0".join(f"{k}={v}" for k, v in environ.items()))
+        self._put(proc / "cgroup", f"5:devices:/tenant-{client.pid}\n0::/tenant-{client.pid}\n")
         rules = self.rules.get(client.pid)
         if rules is None:
             rules = [f"c {KFD_MAJOR}:0 rw", f"c 226:{piece.render_minor} rw"]
         if self.odd.v1_rules and state.fenced:
-            put(self.root / f"cg1/tenant-{client.pid}/devices.list", "\n".join(rules))
+            self._put(self.root / f"cg1/tenant-{client.pid}/devices.list", "\n".join(rules))
         elif self.odd.v1_rules:
-            put(self.root / f"cg1/tenant-{client.pid}/devices.list", "a *:* rwm")
+            self._put(self.root / f"cg1/tenant-{client.pid}/devices.list", "a *:* rwm")
 
     def metrics(self, state: DeviceState) -> bytes:
         """Return the `gpu_metrics` table of a device at this moment."""
