@@ -44,8 +44,10 @@ from alloy_agent.model import (
     Placement,
     Quality,
     Scheme,
+    SetMode,
     Share,
     Snapshot,
+    Step,
 )
 from alloy_agent.planner import difference, plan
 from alloy_agent.silicon.boards import BOARDS, NvidiaBoard
@@ -401,6 +403,31 @@ def test_a_thousand_cycles_leave_no_handle(tmp_path: Path) -> None:
     host, ident = hosted(tmp_path)
     host.mig(ident)
     cycles(host, ident, 1000)
+
+
+def test_a_live_event_waiter_gives_way(tmp_path: Path) -> None:
+    """While events are waited for on another GPU, quiesce and resume get their turn."""
+    host, ident = hosted(tmp_path, f"2x{H100}")
+    stop = threading.Event()
+
+    def wait() -> None:
+        while not stop.is_set():
+            host.backend.wait_events(1.0)
+
+    def change() -> None:
+        for _ in range(10):
+            host.backend.quiesce(ident)
+            host.backend.resume(ident)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    changer = threading.Thread(target=change, daemon=True)
+    waiter.start()
+    changer.start()
+    changer.join(30)
+    stop.set()
+    waiter.join(10)
+    assert not changer.is_alive()
+    assert not waiter.is_alive()
 
 
 def test_a_held_sample_is_why_a_change_fails(tmp_path: Path) -> None:
@@ -1101,3 +1128,31 @@ def test_a_damaged_list_of_shares_is_named(tmp_path: Path) -> None:
     (host.root / "run/alloy/nvidia-shares.json").write_text("{")
     with pytest.raises(BackendError, match=r"nvidia-shares\.json.*remove"):
         host.backend.observe(ident)
+
+
+def test_a_sampling_worker_lets_go_for_each_change(tmp_path: Path) -> None:
+    """In a worker that samples and listens, changes of an A100 succeed between its ticks."""
+    from alloy_agent.worker.client import Worker
+
+    host, ident = hosted(tmp_path, f"2x{A100}")
+    worker = Worker(BackendSpec(name="nvidia", options=host.options))
+    worker.start()
+    try:
+        worker.discover()
+
+        def change(step: Step) -> None:
+            worker.quiesce(ident)
+            worker.apply(step)
+            worker.resume(ident)
+
+        change(SetMode(device=ident, kind=ModeKind.MIG, current="off", wanted="on"))
+        for start in range(5):
+            place = Placement(start=start, size=1)
+            spec = PartitionSpec(device=ident, profile="1g.5gb", size=1, placement=place)
+            change(Create(device=ident, spec=spec))
+            time.sleep(0.25)
+            (piece,) = worker.observe(ident).partitions
+            change(Destroy(device=ident, partition=piece))
+        assert worker.state().restarts == 0
+    finally:
+        worker.stop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from alloy_agent.backends.nvidia.gpu import WHOLE, Gpu
@@ -46,6 +46,7 @@ class EventWaiter:
         self._nvml = nvml
         self._gpus = gpus
         self._lock = threading.Lock()
+        self._queue = threading.Lock()
         self._set: Any = None
         self._registered: dict[str, Gpu] = {}
         self._excluded: set[str] = set()
@@ -72,18 +73,14 @@ class EventWaiter:
 
     def exclude(self, device: str) -> None:
         """Hold no registration on a GPU until `include`."""
-        self._wanted_by_others += 1
-        try:
-            with self._lock:
-                self._excluded.add(device)
-                if device in self._registered:
-                    self._free()
-        finally:
-            self._wanted_by_others -= 1
+        with self._turn():
+            self._excluded.add(device)
+            if device in self._registered:
+                self._free()
 
     def include(self, device: str) -> None:
         """Allow registrations on a GPU again."""
-        with self._lock:
+        with self._turn():
             self._excluded.discard(device)
             self._lost.pop(device, None)
             if self._set is not None and device not in self._registered:
@@ -95,8 +92,20 @@ class EventWaiter:
 
     def close(self) -> None:
         """Let go of all registrations."""
-        with self._lock:
+        with self._turn():
             self._free()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock, which the waiter would otherwise take again before we wake."""
+        with self._queue:
+            self._wanted_by_others += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._queue:
+                self._wanted_by_others -= 1
 
     # --- inside, under the lock ---
 
