@@ -103,8 +103,8 @@ class BrainServer(agent_pb2_grpc.PlacementBrainServicer):
         self.port = 0
         self.samples = 0
         self.events = 0
-        self.on_event: Callable[[str, pb.AgentMessage], None] = lambda _node, _message: None
-        self.on_sample: Callable[[str, pb.Fast], None] = lambda _node, _fast: None
+        self.on_event: Callable[[str, pb.AgentMessage], object] = lambda _node, _message: None
+        self.on_sample: Callable[[str, pb.Fast], object] = lambda _node, _fast: None
         self._door = Door(settings.attach_per_s, settings.attach_burst)
         self._events: asyncio.Queue[tuple[Link, Event]] = asyncio.Queue(MAX_EVENTS)
         self._server: Any = None
