@@ -233,6 +233,31 @@ def test_each_way_out_of_a_mask_is_flagged(
     assert report.tier is Tier.ADVISORY
 
 
+def test_each_share_is_judged_by_those_who_bear_its_mask(tmp_path: Path) -> None:
+    """Two masked shares with a process each are both in order; a third process spoils both."""
+    tree, backend, mask = masked(tmp_path)
+    device = backend.discover()[0]
+    spec = PartitionSpec(
+        device=device,
+        profile="opportunistic-1",
+        size=8,
+        placement=Placement(start=0, size=8),
+        share=Share.OPPORTUNISTIC,
+        ordinal=1,
+    )
+    backend.apply(Create(device=device, spec=spec))
+    other = backend.observe(device).partitions[1].access.environment["HSA_CU_MASK"]
+    tree.environs |= {50: {"HSA_CU_MASK": mask}, 51: {"HSA_CU_MASK": other}}
+    for pid in (50, 51):
+        tenant(tree, pid, load_ratio=0.05)
+    reports = audited(backend)
+    assert [judgements(r)["CU-01"].verdict for r in reports] == [Verdict.PASS] * 2
+    assert [judgements(r)["CU-04"].verdict for r in reports] == [Verdict.PASS] * 2
+    tree.environs[52] = {}
+    tenant(tree, 52, load_ratio=0.05)
+    assert [judgements(r)["CU-01"].verdict for r in audited(backend)] == [Verdict.FAIL] * 2
+
+
 def test_without_debugfs_a_mask_in_force_is_unknown(tmp_path: Path) -> None:
     """What cannot be verified is unknown, and the environment alone keeps it soft."""
     tree, backend, mask = masked(tmp_path)

@@ -59,7 +59,7 @@ class Collector:
             self._dmem(sight, partition, inside)
             if partition.share is not Share.EXCLUSIVE:
                 self._plan(partition, partitions)
-                self._masks(partition, inside, masks)
+                self._masks(partition, self._bearers(partition, partitions, inside), masks)
             elif device.modes:
                 self._add(partition.id, "amd.partition", self._amd(sight, partition), "sysfs, KFD")
         return tuple(self._found)
@@ -218,6 +218,25 @@ class Collector:
         ]
         plan: Json = {"mask": mask, "cus": partition.compute_units, "overlaps": overlaps}
         self._add(partition.id, "amd.cu_plan", plan, "what the agent granted")
+
+    def _bearers(
+        self,
+        partition: Partition,
+        partitions: tuple[Partition, ...],
+        inside: Sequence[KfdProcess],
+    ) -> list[KfdProcess]:
+        """Return the processes of a share: all but those that bear another share's very mask.
+
+        The device cannot tell shares apart. A process with nobody's mask is held against each.
+        """
+        mine = partition.locator.get("cu_mask", "")
+        others = {p.locator.get("cu_mask", "") for p in partitions if p.id != partition.id} - {mine}
+        found = []
+        for process in inside:
+            environ = environment(self._files, self._roots, process.pid) or {}
+            if environ.get("HSA_CU_MASK", "-") not in others:
+                found.append(process)
+        return found
 
     def _masks(
         self, partition: Partition, inside: Sequence[KfdProcess], masks: mqd.Masks | None
