@@ -11,11 +11,11 @@ import msgspec
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.neuron import facts as evidence
 from alloy_agent.backends.neuron.access import Run, access_of
-from alloy_agent.backends.neuron.board import Board, describe, physical, read_boards
+from alloy_agent.backends.neuron.board import Board, BoardReader, describe, physical
 from alloy_agent.backends.neuron.doctor import diagnose
 from alloy_agent.backends.neuron.events import EventSource
 from alloy_agent.backends.neuron.holders import KernelNumbers, NodeNumbers, Scan, Scanner
-from alloy_agent.backends.neuron.listing import Lister
+from alloy_agent.backends.neuron.listing import Lister, Listing
 from alloy_agent.backends.neuron.monitor import Monitor, Report
 from alloy_agent.backends.neuron.occupancy import Occupant, occupants, place_of
 from alloy_agent.backends.neuron.options import NeuronOptions
@@ -55,6 +55,8 @@ from alloy_agent.model import (
 )
 
 MARGIN_S: Final = 0.5
+OBSERVED_AGE_S: Final = 2.0  # of a look at all processes, which costs 10 ms on a busy host
+EVIDENCE_AGE_S: Final = 0.2  # so that an audit of all devices looks once
 REPORT_WAIT_S: Final = 1.5  # how long evidence waits for the monitor's first report
 
 
@@ -75,6 +77,7 @@ class NeuronBackend:
         self.name = "neuron"
         self.options = options or NeuronOptions()
         self._tree = NeuronTree(self.options.sys_root)
+        self._reader = BoardReader(self._tree, self.options.product_name_file)
         self._lister = Lister(self.options.tools_dir)
         self.monitor = Monitor(self.options.tools_dir, self.options.monitor_period_s)
         self._scanner = Scanner(self.options.proc_root, numbers or KernelNumbers())
@@ -122,24 +125,27 @@ class NeuronBackend:
         """Return the device as sysfs shows it, the granted runs, and who stands in the way."""
         board, _ = self._board(device)
         seen, partitions = self._seen(board)
-        there = self._occupants(board, seen, self._scan(), self.monitor.latest())
+        scan = self._scanner.scan(self._nodes(), age_s=OBSERVED_AGE_S)
+        there = self._occupants(board, seen, scan, self.monitor.latest())
         return Observation(
             device=seen,
             partitions=partitions,
             faults=_faults(board, seen, partitions, there),
         )
 
+    def _listing(self) -> Listing:
+        return self._lister.listing(tuple(device.number for device in self._tree.devices()))
+
     def _boards(self) -> dict[DeviceId, tuple[Board, DeviceTree]]:
-        numbers = tuple(device.number for device in self._tree.devices())
-        listing = self._lister.listing(numbers)
-        found = read_boards(self._tree, listing, self.options.product_name_file)
-        boards = {board.id: (board, device) for board, device in found}
+        boards = self._reader.read(self._listing())
         with self._lock:
             self._known |= {ident: board.number for ident, (board, _) in boards.items()}
         return boards
 
     def _board(self, device: DeviceId) -> tuple[Board, DeviceTree]:
-        found = self._boards().get(device)
+        number = self._known.get(device)
+        found = None if number is None else self._reader.read(self._listing(), number).get(device)
+        found = found or self._boards().get(device)
         if found is None:
             raise DeviceLostError(
                 f"{device}: the driver no longer shows it", cure="reload the driver, or replace it"
@@ -220,8 +226,8 @@ class NeuronBackend:
             if board.rdev is not None
         }
 
-    def _scan(self, *, deep: bool = False) -> Scan:
-        return self._scanner.scan(self._nodes(), deep=deep)
+    def _scan(self) -> Scan:
+        return self._scanner.scan(self._nodes())
 
     def _occupants(
         self, board: Board, device: Device, scan: Scan, report: Report | None
@@ -412,7 +418,7 @@ class NeuronBackend:
     def facts(self, device: DeviceId) -> tuple[Fact, ...]:
         """Return what the checks of the device and its partitions need, read now."""
         board, tree = self._board(device)
-        scan = self._scan(deep=True)
+        scan = self._scanner.scan(self._nodes(), deep=True, age_s=EVIDENCE_AGE_S)
         report = self._report(scan)
         seen, partitions = self._seen(board)
         look = evidence.Look(
@@ -424,7 +430,7 @@ class NeuronBackend:
             report=report,
             there=self._occupants(board, seen, scan, report),
             nodes=self._nodes(),
-            listing=self._lister.listing(tuple(d.number for d in self._tree.devices())),
+            listing=self._listing(),
             monitor=self.monitor.health(),
             now_s=boottime_s(),
         )

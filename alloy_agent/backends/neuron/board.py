@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from alloy_agent.backends.neuron.listing import ListedDevice, Listing
 from alloy_agent.backends.neuron.topology import (
@@ -86,17 +88,44 @@ class Board(Value, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-def read_boards(
-    tree: NeuronTree, listing: Listing, product_name_file: str
-) -> tuple[tuple[Board, DeviceTree], ...]:
-    """Return every device that the driver shows now."""
-    devices = tree.devices()
-    told = read_attribute(product_name_file).text or ""
-    node_id = tree.class_attribute("node_id_4").text or ""
-    return tuple(
-        (_board(device, listing.of(device.number), told, node_id, len(devices)), device)
-        for device in devices
-    )
+BoardAndTree = tuple[Board, DeviceTree]
+
+
+class BoardReader:
+    """Reads devices; what cannot change while the driver is loaded is read once.
+
+    A driver that is loaded again makes new directories, so the directory's inode tells. A device
+    of which anything could not be read is read again each time: the driver may just be starting.
+    """
+
+    def __init__(self, tree: NeuronTree, product_name_file: str) -> None:
+        self._tree, self._product_name_file = tree, product_name_file
+        self._kept: dict[int, tuple[tuple[object, ...], Board]] = {}
+
+    def read(self, listing: Listing, only: int | None = None) -> dict[DeviceId, BoardAndTree]:
+        """Return the devices that the driver shows now, or only the one of a number."""
+        devices = self._tree.devices()
+        told = read_attribute(self._product_name_file).text or ""
+        node_id = self._tree.class_attribute("node_id_4").text or ""
+        found: dict[DeviceId, BoardAndTree] = {}
+        for device in devices:
+            if only in {None, device.number}:
+                listed = listing.of(device.number)
+                about = (device.inode(), listed, told, node_id, len(devices))
+                board = self._board(device, about)
+                found[board.id] = (board, device)
+        return found
+
+    def _board(self, device: DeviceTree, about: tuple[Any, ...]) -> Board:
+        kept = self._kept.get(device.number)
+        if kept is not None and kept[0] == about:
+            return msgspec.structs.replace(kept[1], reset_state=device.text("reset"))
+        _, listed, told, node_id, count = about
+        board = _board(device, listed, told, node_id, count)
+        self._kept.pop(device.number, None)
+        if board.serial and not board.problems:
+            self._kept[device.number] = (about, board)
+        return board
 
 
 def _board(

@@ -114,14 +114,15 @@ class Scanner:
         self._lock = threading.Lock()
         self._last: tuple[float, bool, Mapping[int, int], Scan] | None = None
 
-    def scan(self, nodes: Mapping[int, int], *, deep: bool = False) -> Scan:
-        """Return who holds the nodes now: by a look that begins after this call did.
+    def scan(self, nodes: Mapping[int, int], *, deep: bool = False, age_s: float = 0.0) -> Scan:
+        """Return who holds the nodes: by a look that begins after this call, or shortly before.
 
         Args:
             nodes: Device number to number of the Neuron device.
             deep: Also look for mappings that outlived their descriptor.
+            age_s: How old a look may be.
         """
-        asked_s = time.monotonic()
+        asked_s = time.monotonic() - age_s
         with self._lock:
             if self._last is not None:
                 began_s, was_deep, of, scan = self._last

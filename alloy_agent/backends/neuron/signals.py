@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.neuron.board import Board
 from alloy_agent.backends.neuron.doctor import version_key
@@ -23,6 +25,11 @@ from alloy_agent.backends.neuron.monitor import Monitor, Report
 from alloy_agent.backends.neuron.tree import DeviceTree, read_attribute, whole_number
 from alloy_agent.model import Device, Partition, Quality, Scope, Share, SignalSpec, Value
 
+# How often each kind is read, however fast the sampler is: a file of sysfs costs 10 us, and a
+# large instance has thousands of them.
+ACTIVITY_PERIOD_S: Final = 0.2
+MEMORY_PERIOD_S: Final = 1.0
+SLOW_PERIOD_S: Final = 5.0
 POWER_PERIOD_S: Final = 60.0
 LIVE_STATUS: Final = (2, 30)  # from this driver on, execution counters move while a process runs
 CATEGORIES: Final = ("tensors", "constants", "model_code", "runtime_memory", "collectives")
@@ -71,6 +78,8 @@ class Sampler:
         self._columns = tuple(found)
         self._tree = tree
         self._last = [0.0] * len(found)
+        self._kept = [ABSENT] * len(found)
+        self._due_s = [0.0] * len(found)
         self.specs = tuple(column.spec for column in found)
 
     def present(self) -> bool:
@@ -84,12 +93,18 @@ class Sampler:
             alive: Incarnations of the grants of the moment.
             sink: Where values go.
         """
-        last = self._last
+        last, now_s = self._last, time.clock_gettime(time.CLOCK_BOOTTIME)
         for slot, column in enumerate(self._columns):
             if column.incarnation and column.incarnation not in alive:
                 sink.put(slot, last[slot], Quality.STALE)
                 continue
-            found = column.reader()
+            if now_s >= self._due_s[slot]:
+                self._due_s[slot] = now_s + (column.spec.refresh_period_s or 0.0)
+                found = column.reader()
+                if found.source_s is None:
+                    found = msgspec.structs.replace(found, source_s=now_s)
+                self._kept[slot] = found
+            found = self._kept[slot]
             if found.value is None:
                 sink.put(slot, last[slot], found.quality)
             else:
@@ -226,11 +241,11 @@ def _device_columns(board: Board, tree: DeviceTree) -> list[Column]:
     )
     found = [
         Column(
-            spec("alloy_device_memory_used_bytes", "bytes", memory, None),
+            spec("alloy_device_memory_used_bytes", "bytes", memory, MEMORY_PERIOD_S),
             lambda: _value(_sum([core_memory(tree, c, board.memory_bytes) for c in cores])),
         ),
         Column(
-            spec("alloy_device_host_memory_used_bytes", "bytes", host, None),
+            spec("alloy_device_host_memory_used_bytes", "bytes", host, SLOW_PERIOD_S),
             lambda: _value(_host_memory(tree)),
         ),
         Column(
@@ -238,15 +253,33 @@ def _device_columns(board: Board, tree: DeviceTree) -> list[Column]:
             lambda: parse_power(tree.read("power").text, _wall_minus_boot_s()),
         ),
         Column(
-            spec("alloy_device_ecc_corrected_total", "errors", hardware, None, counter=True),
+            spec(
+                "alloy_device_ecc_corrected_total",
+                "errors",
+                hardware,
+                MEMORY_PERIOD_S,
+                counter=True,
+            ),
             ecc("sram_ecc_corrected", "mem_ecc_corrected"),
         ),
         Column(
-            spec("alloy_device_ecc_uncorrected_total", "errors", hardware, None, counter=True),
+            spec(
+                "alloy_device_ecc_uncorrected_total",
+                "errors",
+                hardware,
+                MEMORY_PERIOD_S,
+                counter=True,
+            ),
             ecc("sram_ecc_uncorrected", "mem_ecc_uncorrected"),
         ),
         Column(
-            spec("alloy_device_ecc_repairable_total", "errors", hardware, None, counter=True),
+            spec(
+                "alloy_device_ecc_repairable_total",
+                "errors",
+                hardware,
+                MEMORY_PERIOD_S,
+                counter=True,
+            ),
             ecc("mem_ecc_repairable_uncorrected"),
         ),
     ]
@@ -319,12 +352,18 @@ def _partition_columns(
     period_s = monitor.period_s
     executions = "sysfs stats/status" + ("" if status_s is None else ", when a process ends")
     return [
-        column("alloy_partition_compute_active_ratio", "ratio", "sysfs pe_cntrs", None, busy),
+        column(
+            "alloy_partition_compute_active_ratio",
+            "ratio",
+            "sysfs pe_cntrs",
+            ACTIVITY_PERIOD_S,
+            busy,
+        ),
         column(
             "alloy_partition_memory_used_bytes",
             "bytes",
             usage,
-            None,
+            MEMORY_PERIOD_S,
             lambda: _value(_sum([core_memory(tree, c, board.memory_bytes) for c in cores])),
         ),
         column(
@@ -335,14 +374,16 @@ def _partition_columns(
             lambda: ABSENT,
         ),
         *(
-            column(f"alloy_partition_memory_{name}_bytes", "bytes", usage, None, memory(name))
+            column(
+                f"alloy_partition_memory_{name}_bytes", "bytes", usage, SLOW_PERIOD_S, memory(name)
+            )
             for name in CATEGORIES
         ),
         column(
             "alloy_partition_executions_total",
             "executions",
             executions,
-            None,
+            SLOW_PERIOD_S,
             status(("success",)),
             counter=True,
         ),
@@ -350,7 +391,7 @@ def _partition_columns(
             "alloy_partition_execution_failures_total",
             "executions",
             executions,
-            None,
+            SLOW_PERIOD_S,
             status(FAILURES),
             counter=True,
         ),
@@ -358,7 +399,7 @@ def _partition_columns(
             "alloy_partition_hardware_errors_total",
             "errors",
             executions,
-            None,
+            SLOW_PERIOD_S,
             status(HARDWARE_ERRORS),
             counter=True,
         ),

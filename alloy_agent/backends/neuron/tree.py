@@ -151,6 +151,13 @@ class DeviceTree:
         """Return the directory of a physical core."""
         return f"{self.folder}/neuron_core{core}"
 
+    def inode(self) -> int:
+        """Return what tells this directory from one of the same name made later; 0: it is gone."""
+        try:
+            return os.stat(self.folder).st_ino  # noqa: PTH116 - once per observation
+        except OSError:
+            return 0
+
     def present(self) -> bool:
         """Whether the driver still has the device."""
         return os.path.isdir(self.folder)  # noqa: PTH112 - once per sample
