@@ -52,11 +52,12 @@ def choose(inputs: Inputs) -> Choice:
     """Return the pieces for a wish, or why there are none and what would be possible."""
     from alloy_brain.possible import refuse
 
-    ranked = survey(inputs)
     total = sum(demand.count for demand in inputs.wish.demands)
     anywhere = inputs.wish.locality in (0, ANY)
     # No demand can need more than `total` pieces, so what is ranked behind those does not matter.
-    candidates = [_best(inputs, one, total if anywhere else None) for one in ranked]
+    enough = total if anywhere else None
+    ranked = survey(inputs, enough)
+    candidates = [_best(inputs, one, enough) for one in ranked]
     picked = None
     if all(candidates):
         for group in _groups(inputs, candidates):
@@ -64,37 +65,44 @@ def choose(inputs: Inputs) -> Choice:
             if picked is not None:
                 break
     if picked is None:
-        return refuse(inputs, [_best(inputs, one, None) for one in ranked])
+        return refuse(inputs, [_best(inputs, one, None) for one in survey(inputs, None)])
     return Choice(picked=picked)
 
 
-def survey(inputs: Inputs) -> list[Ranked]:
+def survey(inputs: Inputs, enough: int | None) -> list[Ranked]:
     """Return, for each demand, the rows whose gates are all open, by rank.
 
-    One pass over every row of the fleet: what it does for each is all that a decision costs.
+    One pass over every row of the fleet: what it does for each is all that a decision costs. Of a
+    single demand, rows in a worse band than one that has `enough` pieces are left out.
     """
     wish, policy = inputs.wish, inputs.policy
     found: list[Ranked] = [{} for _ in wish.demands]
     matching: dict[int, tuple[int, ...]] = {}
     scorer = Scorer(inputs)
-    rank_of = scorer.rank
-    avoids = bool(wish.avoid)
+    band_of, merits_of = scorer.band, scorer.merits
+    limit = enough if len(wish.demands) == 1 else None
+    cut = UNMEASURED_BAND
+    having: dict[int, int] = {}
     for index, node in enumerate(inputs.nodes):
         if not gates.node_open(wish, policy, node):
             continue
-        loads = node.loads
-        for number, row in enumerate(node.rows):
-            if not row.free or row.draining or row.health != gates.OPEN:
+        for number, (row, load) in enumerate(zip(node.rows, node.loads, strict=True)):
+            band = band_of(load)
+            if band > cut or not row.free or row.draining or row.health != gates.OPEN:
                 continue
             kind = id(row.kind)
             wanted = matching.get(kind)
             if wanted is None:
                 wanted = matching[kind] = _wanted_by(inputs, row.kind)
-            if not wanted or (avoids and not _not_avoided(inputs, node, row)):
+            free = _not_avoided(inputs, node, row) if wish.avoid else row.free
+            if not wanted or not free:
                 continue
-            rank = rank_of(index, row, loads[number])
+            rank = (band, *merits_of(index, row))
             for demand in wanted:
                 found[demand].setdefault(rank, []).append((index, number))
+            if limit is not None:
+                having[band] = having.get(band, 0) + len(free)
+                cut = band if having[band] >= limit else cut
     return found
 
 
@@ -148,6 +156,17 @@ class Scorer:
 
     def rank(self, index: int, row: Row, load: Load) -> Rank:
         """Return what a row of a node is ranked by."""
+        return (self.band(load), *self.merits(index, row))
+
+    def band(self, load: Load) -> int:
+        """Return the band of a headroom, 0 for the most."""
+        ratio = load.headroom_ratio
+        if ratio is None:
+            return UNMEASURED_BAND
+        return int((1.0 - ratio) * self._per_band + 1e-9)
+
+    def merits(self, index: int, row: Row) -> tuple[float, float]:
+        """Return by how much fragmentation grows if a piece of a row is taken, and its cost."""
         key = (row.shape, id(row.kind))
         part = self._parts.get(key)
         if part is None:
@@ -157,10 +176,7 @@ class Scorer:
                 growth(shape, row.kind, self._mix),
                 cost_of(row.kind, self._inputs.policy),
             )
-        ratio = load.headroom_ratio
-        if ratio is None:
-            return UNMEASURED_BAND, part[0], part[1]
-        return int((1.0 - ratio) * self._per_band + 1e-9), part[0], part[1]
+        return part
 
 
 def growth(
