@@ -14,7 +14,7 @@ from alloy_agent.proto import agent_pb2 as pb
 from alloy_brain import decision, gates
 from alloy_brain.facts import Demand, Inputs, Policy, Wish
 from alloy_brain.fleet import Fleet
-from alloy_brain.placement import ONE_DEVICE, ONE_NODE, choose
+from alloy_brain.placement import ONE_DEVICE, ONE_NODE, choose, survey
 from tests.brain.world import GIB, device, piece
 
 NOW_S = 1000.0
@@ -344,3 +344,25 @@ def test_a_sample_of_other_rows_is_dropped() -> None:
     old = sample([piece("A", "1g.10gb", 0)])
     old.partitions_revision = 7
     assert not fleet.node("a").fast(old, NOW_S)
+
+
+@given(
+    load=st.lists(st.integers(0, 10_000), min_size=6, max_size=6),
+    count=st.integers(1, 6),
+)
+def test_leaving_rows_out_changes_no_choice(load: list[int], count: int) -> None:
+    """What is not ranked to save time would not have been chosen."""
+    nodes = []
+    for name in ("a", "b", "c"):
+        parts = [piece(name, "1g.10gb", 0), piece(name, "2g.20gb", 1)]
+        nodes.append((name, [device(name)], parts))
+    fleet = fleet_of(*nodes)
+    for number, (name, _, parts) in enumerate(nodes):
+        part = load[2 * number : 2 * number + 2]
+        fleet.node(name).fast(sample(parts, compute_active_e4=part), NOW_S)
+    mix = ((Demand(count=1, memory_bytes=15 * GIB), 1.0),)
+    inputs = inputs_of(fleet, Demand(count=count), mix=mix)
+    (everything,) = survey(inputs, None)
+    best = [at for rank in sorted(everything) for at in everything[rank]][:count]
+    wanted = {(inputs.nodes[i].node, inputs.nodes[i].rows[n].free[0].id) for i, n in best}
+    assert {(p.node, p.partition) for p in choose(inputs).picked} == wanted
