@@ -581,6 +581,9 @@ def test_a_hung_device_does_not_blind_the_others(tmp_path: Path) -> None:
     try:
         assert backend.observe(second).partitions
         assert sampled(backend, second)
+        backend.wait_events(0.0)
+        tree.machine.inject_event(tree.machine.state.devices[1].id, "ras:umc_ue")
+        assert "ras:umc" in {event.code for event in backend.wait_events(5.0)}
         assert stuck.is_alive()
     finally:
         tree.machine.remove_fault(key)

@@ -35,7 +35,7 @@ from alloy_agent.backends.amd.masks import MaskPlan
 from alloy_agent.backends.amd.modes import UNKNOWN, Modes, read_modes
 from alloy_agent.backends.amd.pieces import PREFIX, Sight
 from alloy_agent.backends.amd.processes import holders, kfd_processes
-from alloy_agent.backends.amd.sampler import Sampler
+from alloy_agent.backends.amd.sampler import Sampler, block_errors
 from alloy_agent.backends.amd.topology import Topology, TopologyReader, generation
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.errors import (
@@ -481,6 +481,7 @@ class AmdBackend:
         sight = self.look(device)
         sampler = self._sampler(sight)
         sampler.users(kfd_processes(self.files, self.roots, queues=False))
+        sampler.errors(block_errors(self.files, self.roots.pci(sight.bus)))
         return sampler.announce(device, self._partitions(sight, self._ledger.device(device)))
 
     def _sampler(self, sight: Sight) -> Sampler:
@@ -517,6 +518,7 @@ class AmdBackend:
                 if processes is None:
                     processes = kfd_processes(self.files, self.roots, queues=False)
                 sampler.users(processes)
+                sampler.errors(self._events.errors(device))
         return events
 
     def facts(self, device: DeviceId) -> tuple[Fact, ...]:

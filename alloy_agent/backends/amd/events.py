@@ -19,6 +19,7 @@ from alloy_agent.backends.amd.topology import generation
 from alloy_agent.model import DeviceEvent, DeviceFault, DeviceId
 
 POLL_S: Final = 0.25
+ANSWER_S: Final = 0.5  # a device that takes longer to count its errors is left behind
 # Flags of a line in gpu_vram_bad_pages. Source: kernel amdgpu_ras.c.
 BAD_PAGES: Final = {
     "P": ("bad_pages_pending", "are retired at the next reset"),
@@ -38,6 +39,7 @@ class EventSource:
         self._reading = threading.Lock()  # held while the library waits for events
         self._paused: set[DeviceId] = set()
         self._errors: dict[DeviceId, dict[str, dict[str, int]]] = {}
+        self._readers: dict[DeviceId, threading.Thread] = {}
         self._generation: int | None = None
         self._modes: dict[str, tuple[int | None, str]] = {}
         self._started = False
@@ -89,13 +91,39 @@ class EventSource:
             if self._generation is not None:
                 found += [self._event(device, "geometry", "topology") for device in known]
             self._generation = now
-        for device, bus in known.items():
-            found += self._new_errors(device, bus)
+        for device, counts in self._counted(known).items():
+            found += self._new_errors(device, counts)
         return found
 
-    def _new_errors(self, device: DeviceId, bus: str) -> list[DeviceEvent]:
+    def errors(self, device: DeviceId) -> dict[str, dict[str, int]]:
+        """Return a device's error counts as polled last."""
+        return self._errors.get(device, {})
+
+    def _counted(self, known: dict[DeviceId, str]) -> dict[DeviceId, dict[str, dict[str, int]]]:
+        """Return the error counts of every device that answers, each read on a thread of its own.
+
+        One that does not answer is not asked again until it does, and holds up no other.
+        """
+        answers: dict[DeviceId, dict[str, dict[str, int]]] = {}
+
+        def read(device: DeviceId, bus: str) -> None:
+            answers[device] = block_errors(self._files, self._roots.pci(bus))
+
+        started = []
+        for device, bus in known.items():
+            busy = self._readers.get(device)
+            if busy is None or not busy.is_alive():
+                reader = threading.Thread(target=read, args=(device, bus), daemon=True)
+                self._readers[device] = reader
+                reader.start()
+                started.append(reader)
+        deadline = self._clock() + ANSWER_S
+        for reader in started:
+            reader.join(max(0.0, deadline - self._clock()))
+        return dict(answers)
+
+    def _new_errors(self, device: DeviceId, now: dict[str, dict[str, int]]) -> list[DeviceEvent]:
         """Return one event for each block and kind of error that was counted again."""
-        now = block_errors(self._files, self._roots.pci(bus))
         before, self._errors[device] = self._errors.get(device), now
         if before is None:
             return []

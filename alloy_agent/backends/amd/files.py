@@ -57,8 +57,13 @@ class Files:
         """Return the first `limit` bytes of a file."""
         _allowed(path)
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        parts: list[bytes] = []
+        left = limit
         try:
-            return os.read(handle, limit)
+            while left > 0 and (part := os.read(handle, left)):  # seq files give a page at a time
+                parts.append(part)
+                left -= len(part)
+            return b"".join(parts)
         finally:
             os.close(handle)
 

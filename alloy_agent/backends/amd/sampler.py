@@ -94,6 +94,7 @@ class Sampler:
         self._first_s: float | None = None
         self._slow_s = -SLOW_S
         self._slow: Readings = {}
+        self._errors: tuple[float | None, float | None] = (None, None)
         self._memory: dict[int, float] = {}
         self._memory_s: float | None = None
         self.refused = 0
@@ -121,6 +122,10 @@ class Sampler:
         return frozenset(
             piece.id for piece in self._partitions if not mode or piece.profile == mode
         )
+
+    def errors(self, blocks: dict[str, dict[str, int]]) -> None:
+        """Take over the error counts, as read elsewhere: asking RAS may take a while."""
+        self._errors = error_totals(blocks)
 
     def close(self) -> None:
         """Let go of the open file."""
@@ -225,7 +230,7 @@ class Sampler:
     def _slow_values(self, now_s: float) -> Readings:
         if now_s - self._slow_s >= SLOW_S:
             self._slow_s = now_s
-            corrected, uncorrected = error_counts(self._files, self._pci)
+            corrected, uncorrected = self._errors
             used = self._files.number(f"{self._pci}/mem_info_vram_used")
             self._slow = {
                 "alloy_device_memory_used_bytes": None if used is None else float(used),
@@ -256,15 +261,13 @@ def _put(sink: SignalSink, slot: int, value: float | None, fresh: bool, now_s: f
         sink.put(slot, value, Quality.VALUE if fresh else Quality.STALE, now_s)
 
 
-def error_counts(files: Files, pci: str) -> tuple[float | None, float | None]:
+def error_totals(blocks: dict[str, dict[str, int]]) -> tuple[float | None, float | None]:
     """Return corrected and uncorrected errors of all blocks; None where the driver has no RAS."""
-    totals = {"ce": 0, "ue": 0}
-    found = False
-    for counts in block_errors(files, pci).values():
-        found = True
-        for kind, count in counts.items():
-            totals[kind] = totals.get(kind, 0) + count
-    return (float(totals["ce"]), float(totals["ue"])) if found else (None, None)
+    if not blocks:
+        return None, None
+    corrected = sum(counts.get("ce", 0) for counts in blocks.values())
+    uncorrected = sum(counts.get("ue", 0) for counts in blocks.values())
+    return float(corrected), float(uncorrected)
 
 
 def block_errors(files: Files, pci: str) -> dict[str, dict[str, int]]:
