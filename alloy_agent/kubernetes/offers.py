@@ -35,6 +35,7 @@ from alloy_agent.model import (
     Share,
     Value,
 )
+from alloy_agent.planner.steps import shared_profile
 
 SLICES_PER_SET: Final = 24  # of 32 counters of a set; the rest is for limits of profiles
 SETS_MAX: Final = 2  # that one device may consume from
@@ -126,10 +127,8 @@ class _Shape(Value, frozen=True, kw_only=True):
 
 
 def _name(shape: _Shape) -> str:
-    if shape.share is not Share.EXCLUSIVE:
-        return f"{shape.share}-{shape.ordinal}"
-    if shape.profile == WHOLE:
-        return WHOLE
+    if shape.share is not Share.EXCLUSIVE or shape.profile == WHOLE:
+        return shape.profile
     return f"{shape.profile}-{shape.placement.start}-{shape.placement.size}"
 
 
@@ -217,10 +216,12 @@ def _shares(device: Device, shares: int) -> Iterator[_Shape]:
     if device.scheme not in (Scheme.INSTANCES, Scheme.WHOLE, Scheme.MODES):
         return
     everything = Placement(start=0, size=device.slices)
-    yield _Shape(profile=Share.PRODUCTION, placement=everything, share=Share.PRODUCTION)
+    yield _Shape(
+        profile=shared_profile(Share.PRODUCTION, 0), placement=everything, share=Share.PRODUCTION
+    )
     for number in range(shares):
         yield _Shape(
-            profile=Share.OPPORTUNISTIC,
+            profile=shared_profile(Share.OPPORTUNISTIC, number),
             placement=everything,
             share=Share.OPPORTUNISTIC,
             ordinal=number,

@@ -15,6 +15,7 @@ class ClaimPhase(StrEnum):
 
     STARTED = "started"  # on disk before hardware is touched
     PREPARED = "prepared"
+    TAKING_BACK = "taking_back"  # a prepare failed, and so far its undoing did
     RELEASING = "releasing"
     RELEASED = "released"
 
