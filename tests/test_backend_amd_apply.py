@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +97,34 @@ def test_a_desired_mode_is_asserted_again_after_a_boot(tmp_path: Path) -> None:
     with Rooms(tree.backend(), tmp_path / "store") as rooms:
         rooms.reach(CPX)
         assert computes(tree) == ["CPX"] * 2
+
+
+def test_the_command_line_shows_a_node_through_a_real_worker(tmp_path: Path) -> None:
+    """Settings that name other roots bring the backend up in a process of its own."""
+    tree = tree_of("2xMI300X", tmp_path)
+    tree.machine.amd(tree.machine.state.devices[0].id).set_compute_mode("CPX")
+    tree.refresh()
+    config = tmp_path / "agent.yaml"
+    roots = ", ".join(
+        f"{name}_root: {tmp_path / folder}"
+        for name, folder in (("sys", "sys"), ("proc", "proc"), ("dev", "dev"), ("debug", "debug"))
+    )
+    config.write_text(
+        f"state_dir: {tmp_path / 'agent'}\n"
+        "backends: {cpu: off, nvidia: off, neuron: off}\n"
+        f"amd: {{library: off, {roots}}}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "alloy_agent", "devices", "--json"],
+        env={**os.environ, "ALLOY_CONFIG": str(config)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    document = json.loads(done.stdout)
+    assert [device["id"] for device in document["devices"]] == [
+        "amd-0000:05:00.0",
+        "amd-0000:15:00.0",
+    ]
+    assert [len(device["partitions"]) for device in document["devices"]] == [8, 1]
