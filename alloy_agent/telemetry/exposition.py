@@ -29,13 +29,25 @@ def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     return f"{{{pairs}}}" if pairs else ""
 
 
+@lru_cache(maxsize=LABELS_CACHED)
+def begun(name: str, names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Return a sample's line up to its number."""
+    return f"{name}{labelled(names, tuple(map(str, values)))} "
+
+
+_COMMON: Final = {0.0: "0.0\n", 1.0: "1.0\n"}
+
+
 def number(value: float) -> str:
-    """Return a number as Prometheus writes it."""
+    """Return a number as Prometheus writes it, with the end of its line."""
+    common = _COMMON.get(value)
+    if common is not None:
+        return common
+    if value - value == 0.0:  # finite
+        return f"{value * 1.0!r}\n"
     if value != value:  # noqa: PLR0124 - only NaN differs from itself
-        return "NaN"
-    if value in (float("inf"), float("-inf")):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(float(value))
+        return "NaN\n"
+    return "+Inf\n" if value > 0 else "-Inf\n"
 
 
 class Family:
@@ -44,7 +56,7 @@ class Family:
     A counter is named without `_total`, an info without `_info`; both are added.
     """
 
-    __slots__ = ("_suffix", "help", "kind", "labels", "lines", "name")
+    __slots__ = ("_sample", "_suffix", "help", "kind", "labels", "lines", "name")
 
     def __init__(self, kind: Kind, name: str, help_: str, labels: Sequence[str] = ()) -> None:
         self.kind: Kind = kind
@@ -53,28 +65,29 @@ class Family:
         self.labels = tuple(labels)
         self.lines: list[str] = []
         self._suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
+        self._sample = self.name + self._suffix
 
-    def add(self, values: Sequence[str], value: float) -> None:
+    def add(self, values: tuple[str, ...], value: float) -> None:
         """Add a sample."""
-        text = labelled(self.labels, tuple(map(str, values)))
-        self.lines.append(f"{self.name}{self._suffix}{text} {number(value)}\n")
+        self.lines.append(begun(self._sample, self.labels, values) + number(value))
 
-    def add_ready(self, labels: str, value: float) -> None:
-        """Add a sample whose label text is at hand (`labelled`)."""
-        self.lines.append(f"{self.name}{self._suffix}{labels} {value!r}\n")
+    def add_all(self, rows: Iterable[tuple[tuple[str, ...], str]]) -> None:
+        """Add samples whose numbers are text already, each with its line end."""
+        name, labels = self._sample, self.labels
+        self.lines += [begun(name, labels, values) + text for values, text in rows]
 
     def add_buckets(
-        self, values: Sequence[str], buckets: Iterable[tuple[float, int]], total: float
+        self, values: tuple[str, ...], buckets: Iterable[tuple[float, int]], total: float
     ) -> None:
         """Add a histogram: cumulative counts by upper edge, and the sum of what was measured."""
-        text = labelled(self.labels, tuple(values))
+        text = labelled(self.labels, values)
         edge_names = (*self.labels, "le")
         last = 0
         for edge, count in buckets:
-            edges = labelled(edge_names, (*values, number(edge)))
+            edges = labelled(edge_names, (*values, number(edge).rstrip()))
             self.lines.append(f"{self.name}_bucket{edges} {count}\n")
             last = count
-        self.lines.append(f"{self.name}_sum{text} {number(total)}\n")
+        self.lines.append(f"{self.name}_sum{text} {number(total)}")
         self.lines.append(f"{self.name}_count{text} {last}\n")
 
     def head(self, *, openmetrics: bool) -> str:

@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, Any, Final
 from alloy_agent.model import (
     AuditResult,
     Condition,
+    Quality,
     Scope,
     Signal,
+    SignalSpec,
     Snapshot,
     Tier,
     Verdict,
@@ -39,7 +41,7 @@ from alloy_agent.telemetry.exposition import (
     counter,
     gauge,
     info,
-    labelled,
+    number,
     render,
     single,
 )
@@ -263,43 +265,46 @@ def signal_families(
     refresh = gauge(
         "alloy_source_refresh_seconds", "Measured time between two values.", ("signal", "subject")
     )
-    absent = gauge("alloy_signal_absent", "Signals without a fresh value, by why.", ("quality",))
     missing: dict[str, int] = {}
+    ages: list[tuple[tuple[str, ...], str]] = []
+    periods: list[tuple[tuple[str, ...], str]] = []
     for signal in signals:
-        spec = signal.spec
-        labels = _subject(spec.scope, spec.subject, generations)
-        if labels is None:
+        spec, value = signal.spec, signal.value
+        name, subject, period_s = spec.name, spec.subject, spec.refresh_period_s
+        piece = spec.scope is Scope.PARTITION
+        generation = generations.get(subject) if piece and generations is not None else 0
+        if generation is None:
             continue
-        place = labelled(("signal", "subject"), (spec.name, spec.subject))
-        value = signal.value
-        if value is not None:
-            age.add_ready(place, round(readings.age_s(signal, now_s), 6))
-            if spec.refresh_period_s is not None:
-                refresh.add_ready(place, spec.refresh_period_s)
-        if value is None or not (spec.counter or readings.is_fresh(signal, now_s)):
-            quality = "stale" if value is not None else str(signal.quality)
-            missing[quality] = missing.get(quality, 0) + 1
+        if value is None:
+            missing[signal.quality] = missing.get(signal.quality, 0) + 1
             continue
-        family = families.get(spec.name)
+        taken_s = signal.source_time_s
+        age_s = now_s - (signal.read_time_s if taken_s is None else taken_s)
+        key = (name, subject)
+        ages.append((key, f"{age_s:.4g}\n" if age_s > 0 else "0.0\n"))
+        if period_s is not None:
+            periods.append((key, number(period_s)))
+        stale = signal.quality is not Quality.VALUE or age_s > readings.limit_s(spec)
+        if stale and not spec.counter:
+            missing["stale"] = missing.get("stale", 0) + 1
+            continue
+        family = families.get(name)
         if family is None:
-            kind: Kind = "counter" if spec.counter else "gauge"
-            family = Family(kind, spec.name, f"{spec.name} from {spec.source or 'its backend'}.")
-            families[spec.name] = family
-        family.add_ready(labels, value)
+            family = families[name] = _family_of(spec)
+        family.add((subject, str(generation)) if piece else (subject,), value)
+    age.add_all(ages)
+    refresh.add_all(periods)
+    absent = gauge("alloy_signal_absent", "Signals without a fresh value, by why.", ("quality",))
     for quality, times in sorted(missing.items()):
         absent.add((quality,), times)
     yield from families.values()
     yield from (age, refresh, absent)
 
 
-def _subject(scope: Scope, subject: str, generations: Mapping[str, int] | None) -> str | None:
-    """Return the label text of a subject; None for a partition that is gone."""
-    if scope is not Scope.PARTITION:
-        return labelled(DEVICE, (subject,))
-    if generations is None:
-        return labelled(PIECE, (subject, "0"))
-    generation = generations.get(subject)
-    return None if generation is None else labelled(PIECE, (subject, str(generation)))
+def _family_of(spec: SignalSpec) -> Family:
+    kind: Kind = "counter" if spec.counter else "gauge"
+    labels = PIECE if spec.scope is Scope.PARTITION else DEVICE
+    return Family(kind, spec.name, f"{spec.name} from {spec.source or 'its backend'}.", labels)
 
 
 def counter_families(
