@@ -9,6 +9,8 @@ Rules that stay true in here:
 
 * A result is always whole: what was not judged again is carried over from the last full audit.
 * Events are hints. What is judged is read from the kernel after them.
+* A process joins a partition in several writes, and it and its binding end one after the other. A
+  failure that rests on where processes are is therefore looked at again before it is told.
 * Nothing in here changes a partition, and no failure of a device, the disk or a listener ends the
   loop.
 """
@@ -19,7 +21,8 @@ import contextlib
 import logging
 import select
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -62,6 +65,9 @@ BATCH_S = 0.02  # events within it are judged together, so that a fork storm cos
 DEEP_EVERY = 6  # full audits between two that read the threads of outsiders too
 WHOLE_CHAIN_EVERY_S = 3600.0
 WATCH_WAIT_S = 0.5
+PASSING_CHECKS = frozenset({"PART-04", "CGR-03", "CGR-04", "CPU-03", "CPU-04", "MIG-04", "DEV-02"})
+PASSING_S = 0.03  # a start or an end takes a few milliseconds
+PASSING_LOOKS = 2
 
 
 def exit_code(verdict: Verdict) -> int:
@@ -120,13 +126,35 @@ def audit_once(  # noqa: PLR0913 - what is judged, by whom, and where it is kept
     host_root: str = "",
 ) -> AuditResult:
     """Run every check once, record what changed, and return the result."""
-    snapshot = sources.observe()
-    view = HostView(snapshot, proc_root, host_root)
-    facts = collect_all(snapshot, view, sources.device_facts(snapshot), chain_fact(evidence))
-    reports, judgements = judge(snapshot, facts, sources.intent())
+    for looks_left in range(PASSING_LOOKS, -1, -1):
+        snapshot = sources.observe()
+        view = HostView(snapshot, proc_root, host_root)
+        facts = collect_all(snapshot, view, sources.device_facts(snapshot), chain_fact(evidence))
+        reports, judgements = judge(snapshot, facts, sources.intent())
+        if not looks_left or not doubtful({}, reports):
+            break
+        time.sleep(PASSING_S)
     result = assemble(identity, snapshot, reports, judgements, mode="once")
     Recorder(store, evidence).record(result)
     return with_head(result, evidence)
+
+
+def doubtful(
+    before: Mapping[PartitionId, PartitionReport], reports: Iterable[PartitionReport]
+) -> set[PartitionId]:
+    """Return the partitions with a new failure that may be a process on its way in or out."""
+    found = set()
+    for report in reports:
+        known = before.get(report.partition.id)
+        failed = {j.check for j in known.judgements if j.verdict is Verdict.FAIL} if known else ()
+        if any(
+            judgement.verdict is Verdict.FAIL
+            and judgement.check in PASSING_CHECKS
+            and judgement.check not in failed
+            for judgement in report.judgements
+        ):
+            found.add(report.partition.id)
+    return found
 
 
 def collect_all(
@@ -347,7 +375,9 @@ class Auditor:
         else:
             self._catch_up(all_partitions=False)
 
-    def _full(self, *, deep: bool, snapshot: Snapshot | None = None) -> AuditResult:
+    def _full(
+        self, *, deep: bool, snapshot: Snapshot | None = None, looks: int = PASSING_LOOKS
+    ) -> AuditResult:
         snapshot = snapshot or self._sources.observe()
         self._full_count += 1
         old = self._view
@@ -358,6 +388,9 @@ class Auditor:
         device_facts = self._sources.device_facts(snapshot)
         self._book = collect_all(snapshot, self._view, device_facts, chain)
         reports, judgements = judge(snapshot, self._book, self._sources.intent())
+        if looks and doubtful(self._reports, reports):
+            self._stop.wait(PASSING_S)
+            return self._full(deep=deep, looks=looks - 1)
         self._reports = {report.partition.id: report for report in reports}
         self._rewatch()
         return self._publish(judgements, whole=True)
@@ -407,7 +440,7 @@ class Auditor:
                 self._tell_move(partition, process, entered=partition in now)
         return was | now
 
-    def _rejudge(self, partitions: set[PartitionId]) -> None:
+    def _rejudge(self, partitions: set[PartitionId], looks: int = PASSING_LOOKS) -> None:
         """Judge some partitions again with fresh facts of the host."""
         snapshot, view = self._snapshot, self._view
         if snapshot is None or view is None or not partitions:
@@ -420,6 +453,12 @@ class Auditor:
         self._book = self._book.merged(fact for fact in fresh if fact is not None)
         reports, judgements = judge(snapshot, self._book, self._sources.intent(), only=partitions)
         changed = {report.partition.id: report for report in reports}
+        if looks and (doubts := doubtful(self._reports, reports)):
+            self._stop.wait(PASSING_S)
+            inside = {pid for partition, pid in _membership(view) if partition in doubts}
+            touched = self._take(inside | view.stale())
+            self._rejudge(partitions | touched, looks - 1)
+            return
         if all(self._reports.get(ident) == report for ident, report in changed.items()):
             return
         self._reports |= changed
@@ -520,7 +559,16 @@ def _geometry(snapshot: Snapshot) -> tuple[object, ...]:
     """Return what a change of geometry changes, and nothing that ages."""
     devices = tuple((d.id, d.condition, d.modes, d.units) for d in snapshot.devices)
     pieces = tuple(
-        (p.id, p.incarnation, p.generation, p.placement, p.units, p.memory_bytes, p.tenant)
+        (
+            p.id,
+            p.incarnation,
+            p.generation,
+            p.placement,
+            p.units,
+            p.memory_bytes,
+            p.altered,
+            p.tenant,
+        )
         for p in snapshot.partitions
     )
     return devices, pieces

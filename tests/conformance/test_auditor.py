@@ -337,6 +337,49 @@ def test_events_re_judge_a_partition(host: Host) -> None:
 
 
 @pytest.mark.host
+def test_a_process_on_its_way_in_is_no_finding(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining takes several writes: half way is no breach, staying half way is one."""
+    monkeypatch.setattr("alloy_agent.conformance.auditor.PASSING_S", 0.5)
+    partition = host.partition
+    with running(host, timing=SLOW, store=MemoryStore()) as (_, moves, findings):
+        for _attempt in range(2):
+            with sleeper() as child:
+                for file in partition.access.cgroup_procs:
+                    Path(file).write_text(str(child.pid), encoding="ascii")
+                    time.sleep(0.1)
+                until(lambda: any(m.pid == child.pid and m.entered for m in moves))
+            until(lambda: any(m.pid == child.pid and not m.entered for m in moves))
+        assert [f for f in findings if f.after is Verdict.FAIL] == []
+        with sleeper() as child:
+            Path(partition.access.cgroup_procs[0]).write_text(str(child.pid), encoding="ascii")
+            until(lambda: any(f.check == "CGR-03" and f.after is Verdict.FAIL for f in findings))
+
+
+@pytest.mark.host
+def test_one_audit_waits_for_a_process_on_its_way_in(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit that meets a start half way tells of the process where it ends up."""
+    monkeypatch.setattr("alloy_agent.conformance.auditor.PASSING_S", 0.5)
+    partition = host.partition
+    first, *others = partition.access.cgroup_procs
+    with sleeper() as child:
+        Path(first).write_text(str(child.pid), encoding="ascii")
+
+        def finish() -> None:
+            for file in others:
+                Path(file).write_text(str(child.pid), encoding="ascii")
+
+        timer = threading.Timer(0.3, finish)
+        timer.start()
+        assert verdict(audit_once(host, IDENTITY), "CGR-03") is Verdict.PASS
+        timer.join()
+        host.leave(child.pid)
+        Path(first).write_text(str(child.pid), encoding="ascii")
+        assert verdict(audit_once(host, IDENTITY), "CGR-03") is Verdict.FAIL
+
+
+@pytest.mark.host
 def test_without_events_polls_notice_and_say_so(host: Host) -> None:
     """With events switched off the mode is polling, and moves are still found."""
     partition = host.partition
