@@ -51,7 +51,7 @@ from alloy_agent.model import (
 )
 from tests.fakes.neuron import MAJOR, FakeNeuronHost, TreeNumbers
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +159,15 @@ def eventually(what: Callable[[], bool]) -> bool:
 def test_a_device_is_told_by_serial_and_described_by_its_instance(opened: Opened) -> None:
     """Identity is the serial; model, cores, NUMA, bus and links are those of the instance."""
     host = opened.host("trn1.32xlarge")
+    for name, vendor, node in (
+        ("rdmap0", "0x1d0f", 0),
+        ("rdmap1", "0x1d0f", 1),
+        ("mlx", "0x15b3", 1),
+    ):
+        adapter = host.sys / f"class/infiniband/{name}/device"
+        adapter.mkdir(parents=True)
+        (adapter / "vendor").write_text(f"{vendor}\n")
+        (adapter / "numa_node").write_text(f"{node}\n")
     backend = opened.backend(host)
     device = backend.observe(numbered(backend, 9)).device
     state = next(d for d in host.devices if host.number(d) == 9)
@@ -169,7 +178,9 @@ def test_a_device_is_told_by_serial_and_described_by_its_instance(opened: Opened
     assert device.memory_bytes == 32 << 30
     peers = {link.peer for link in device.links if link.kind == "neuronlink"}
     assert peers == {numbered(backend, n) for n in (5, 8, 13, 10)}
-    assert device.links[-1].bandwidth_bytes_per_s == 384 << 30
+    assert [link.peer for link in device.links if link.kind == "efa"] == ["efa:rdmap1"]
+    linked = [link for link in device.links if link.kind == "neuronlink"]
+    assert linked[0].bandwidth_bytes_per_s == 384 << 30
 
 
 @pytest.mark.parametrize(
@@ -931,13 +942,42 @@ def test_grants_of_another_process_are_an_event(opened: Opened) -> None:
 # --- in processes of its own ---------------------------------------------------------------------
 
 
+def test_the_daemon_waits_for_a_late_driver_and_serves_what_comes(opened: Opened) -> None:
+    """Started without a driver it runs; when the devices come it shows them, once."""
+    host = opened.host("inf2.24xlarge")
+    host.unload_driver()
+    assert alloy(host, "devices", "--json").returncode is not None  # writes the settings
+    daemon = subprocess.Popen(
+        [sys.executable, "-m", "alloy_agent", "--config", str(host.root / "agent.yaml"), "run"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert eventually(lambda: (host.root / "agent.sock").exists() or daemon.poll() is not None)
+        assert daemon.poll() is None, daemon.stderr.read() if daemon.stderr else ""
+        host.load_driver()
+
+        def shown() -> int:
+            done = alloy(host, "devices", "--json")
+            return len(json.loads(done.stdout)["devices"]) if done.returncode == 0 else -1
+
+        assert eventually(lambda: shown() == 6)
+        assert daemon.poll() is None
+    finally:
+        daemon.terminate()
+        daemon.communicate(timeout=60)
+    assert daemon.returncode == 0
+
+
 def alloy(host: FakeNeuronHost, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one command of the agent in a process of its own, on a generated host."""
     file = host.root / "agent.yaml"
     settings = {
         "state_dir": str(host.root / "alloy"),
         "socket_path": str(host.root / "agent.sock"),
-        "backends": {"cpu": "off", "nvidia": "off", "amd": "off"},
+        "metrics": {"address": "127.0.0.1:0"},
+        "backends": {"cpu": "off", "nvidia": "off", "amd": "off", "neuron": "on"},
         "neuron": {
             "sys_root": str(host.sys),
             "tools_dir": str(host.tools),

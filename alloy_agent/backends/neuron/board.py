@@ -84,6 +84,7 @@ class Board(Value, frozen=True, kw_only=True):
     linked: bool
     numa: int | None
     reset_state: str
+    adapters: tuple[str, ...] = ()  # EFA adapters of the same NUMA node
     missing: int = 0
     problems: tuple[str, ...] = ()
 
@@ -122,6 +123,9 @@ class BoardReader:
             return msgspec.structs.replace(kept[1], reset_state=device.text("reset"))
         _, listed, told, node_id, count = about
         board = _board(device, listed, told, node_id, count)
+        near = self._tree.fabric_adapters()
+        adapters = tuple(name for name, node in near.items() if node == board.numa)
+        board = msgspec.structs.replace(board, adapters=adapters)
         self._kept.pop(device.number, None)
         if board.serial and not board.problems:
             self._kept[device.number] = (about, board)
@@ -281,6 +285,7 @@ def _links(board: Board, peers: Mapping[int, DeviceId]) -> tuple[Link, ...]:
         for number in dict.fromkeys(board.neighbours)
         if number in peers and number != board.number
     ]
+    links += [Link(peer=f"efa:{name}", kind="efa") for name in board.adapters]
     return tuple(links)
 
 

@@ -22,6 +22,7 @@ BASES: Final = ("devices/virtual/neuron_device", "class/neuron_device")
 READ_BYTES: Final = 4096  # one page: no attribute is longer
 WALK_DIRECTORIES: Final = 64  # how many directories of a device are looked through for a name
 UNREADABLE: Final = 0xDEADBEEF  # what a register reads when the firmware does not answer
+AMAZON: Final = "0x1d0f"  # PCI vendor
 COUNTER_MAX: Final = (1 << 63) - 1  # above, a counter has gone below zero
 
 # Attribute to its places, newest driver's first where they are known.
@@ -216,6 +217,20 @@ class NeuronTree:
             folder = f"{base}/neuron{number}"
             found.append(self._devices.setdefault(folder, DeviceTree(folder, number)))
         return tuple(found)
+
+    def fabric_adapters(self) -> dict[str, int | None]:
+        """Return the EFA adapters of the host, each with its NUMA node; None: it has no node."""
+        folder = f"{self._root}/class/infiniband"
+        try:
+            names = sorted(os.listdir(folder))  # noqa: PTH208 - once per driver load
+        except OSError:
+            return {}
+        found = {}
+        for name in names:
+            if read_attribute(f"{folder}/{name}/device/vendor").text == AMAZON:
+                node = read_attribute(f"{folder}/{name}/device/numa_node").text
+                found[name] = whole_number(node)
+        return found
 
     def class_attribute(self, name: str) -> Reading:
         """Return an attribute of the whole group, such as `node_id_4`."""
