@@ -73,6 +73,8 @@ PROBES: Final = {
     "not_permitted": "probe:not_permitted",
     "failed": "probe:failed",
     "partition_count_mismatch": "probe:partition_count_mismatch",
+    "bad_pages_pending": "ras:page_pending",
+    "bad_pages_unreservable": "ras:page_unreservable",
 }
 CONDITIONS: Final = {
     Condition.STALLED: "probe:stalled",
@@ -243,9 +245,9 @@ class Telemetry:
 
     def event(self, event: DeviceEvent) -> None:
         """Fold one event of a device, and judge its gates at once."""
-        if event.kind == "reset":
+        if event.kind == "reset" and not event.code.endswith("pre_reset"):
             self._change(event.device, lambda h, now: health.after_reset(h, now.now_s))
-        elif event.kind == "fault" and event.code:
+        elif event.kind in ("fault", "reset") and event.code:
             self._fold(
                 event.device,
                 health.Event(
@@ -572,7 +574,6 @@ class Telemetry:
             return
         real = [device for device in snapshot.devices if not device.simulated]
         by_place = {device.bus: device.id for device in real if device.bus}
-        by_place |= {f"nd{d.index}": d.id for d in real if d.vendor == "neuron"}
         ahead_s = clock.monotonic_offset_s()  # a suspend stops the log's clock alone
         for record in records:
             fault = fault_of(record.text)

@@ -2,10 +2,11 @@
 
 `parse` and `fault_of` are pure. `KernelLog` reads `/dev/kmsg` without blocking, from where the boot
 stands; a record is known by (boot id, sequence), so that a restart of the agent reads on behind the
-last one it took and counts nothing twice.
+last one it took and counts nothing twice. Only what the kernel itself wrote is a witness: any
+program may write into its log. Neuron's errors are confirmed by its own backend.
 
-Source: Documentation/ABI/testing/dev-kmsg; "NVRM: Xid" lines of the NVIDIA driver; amdgpu and
-neuron driver messages.
+Source: Documentation/ABI/testing/dev-kmsg; "NVRM: Xid" lines of the NVIDIA driver; amdgpu
+messages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Final, NamedTuple
 
 MAX_RECORDS = 1000  # of one read; the rest waits for the next
 RECORD_BYTES = 8192
+FACILITY_SHIFT: Final = 3
+KERNEL: Final = 0  # LOG_KERN of syslog(3)
 
 
 class Record(NamedTuple):
@@ -28,7 +31,7 @@ class Record(NamedTuple):
 
 
 class KernelFault(NamedTuple):
-    """A fault that the log tells of, by bus address ("0000:3b:00.0") or Neuron number ("nd3")."""
+    """A fault that the log tells of, by bus address ("0000:3b:00.0")."""
 
     where: str
     code: str
@@ -39,8 +42,10 @@ def parse(raw: bytes) -> Record | None:
     """Return a record of `/dev/kmsg`; None where it is none."""
     head, _, rest = raw.partition(b";")
     fields = head.split(b",")
-    if len(fields) < 3 or not (fields[1].isdigit() and fields[2].isdigit()):
+    if len(fields) < 3 or not all(field.isdigit() for field in fields[:3]):
         return None
+    if int(fields[0]) >> FACILITY_SHIFT != KERNEL:
+        return None  # somebody wrote it from user space: no witness
     text = rest.split(b"\n", 1)[0].decode("utf-8", "replace")
     return Record(int(fields[1]), int(fields[2]) / 1e6, text)
 
@@ -56,14 +61,6 @@ _AMD_CODES: Final = (
     (re.compile(r"uncorrectable hardware errors? detected in (?P<block>\w+) block"), "ras:"),
     (re.compile(r"page fault"), "amd:vmfault"),
 )
-_NEURON = re.compile(r"(?P<where>nd\d+).*NEURON_HW_ERR=(?P<error>\w+)|NEURON_HW_ERR=(?P<bare>\w+)")
-_NEURON_CODES: Final = {
-    "SRAM_UNCORRECTABLE_ERROR": "neuron:sram_ue",
-    "HBM_UNCORRECTABLE_ERROR": "neuron:hbm_ue",
-    "NC_UNCORRECTABLE_ERROR": "neuron:nc_ue",
-    "DMA_ERROR": "neuron:dma_error",
-    "HANG_ON_COLLECTIVES": "neuron:hang_on_collectives",
-}
 
 
 def fault_of(text: str) -> KernelFault | None:
@@ -74,11 +71,6 @@ def fault_of(text: str) -> KernelFault | None:
     amd = _AMD.search(text)
     if amd is not None:
         return _amd_fault(amd["bus"], amd["text"])
-    neuron = _NEURON.search(text)
-    if neuron is not None:
-        error = neuron["error"] or neuron["bare"]
-        code = _NEURON_CODES.get(error, f"neuron:{error.lower()}")
-        return KernelFault(neuron["where"] or "", code, error)
     return None
 
 
