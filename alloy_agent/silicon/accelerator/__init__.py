@@ -1,0 +1,1 @@
+"""An emulated accelerator: an engine without a clock, workloads, a simulation, a device process."""

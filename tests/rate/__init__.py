@@ -1,0 +1,1 @@
+"""Rate control: controller, audit, launch gate, real processes."""
