@@ -132,6 +132,7 @@ class Stage:
         self._stack = contextlib.ExitStack()
         self._keep = keep
         self.home = Path()
+        self.sockets = Path()
         self.agents: dict[str, Agent] = {}
         self.cgroup = f"alloy-demo-{os.getpid()}"
         self.why_no_host = ""
@@ -144,6 +145,9 @@ class Stage:
             else:
                 self.home = Path(tempfile.mkdtemp(prefix="alloy-demo-"))
                 stack.callback(shutil.rmtree, self.home, ignore_errors=True)
+            # A socket's path has 107 bytes at most, wherever the home is.
+            self.sockets = Path(tempfile.mkdtemp(prefix="alloy-", dir="/tmp"))  # noqa: S108
+            stack.callback(shutil.rmtree, self.sockets, ignore_errors=True)
             self._start_brain(stack)
             stack.callback(self._remove_host)
             stack.callback(self.stop)
@@ -191,7 +195,7 @@ class Stage:
         settings.write_text(
             f"node_name: {plot.name}\n"
             f"state_dir: {home / 'state'}\n"
-            f"socket_path: {home / 'agent.sock'}\n"
+            f"socket_path: {self.sockets / plot.name}\n"
             f"fake: {fake}\n"
             f"backends: {{cpu: {'off' if plot.fake else 'on'}, nvidia: off, amd: off, "
             "neuron: off}\n"
