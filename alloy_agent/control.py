@@ -35,7 +35,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from alloy_agent.errors import AlloyError, ConfigError, NotPermittedError
+from alloy_agent.errors import AlloyError, ConfigError, DaemonGoneError, NotPermittedError
 
 if TYPE_CHECKING:
     import grpc
@@ -668,6 +668,11 @@ class ControlClient:
         code = getattr(exc, "code", lambda: None)()
         detail = " ".join(str(getattr(exc, "details", lambda: "")()).split())
         name = code.name.lower().replace("_", " ") if code is not None else "failed"
+        if code is not None and code.name == "UNAVAILABLE":
+            return DaemonGoneError(
+                f"{self._path}: the daemon ended, or is too busy, before it answered ({detail})",
+                cure="look at the log of `alloy-agent run`; what was begun goes on when it starts",
+            )
         return AlloyError(
             f"{self._path}: the daemon's answer ended early ({name}: {detail})",
             cure="look at the log of `alloy-agent run`",

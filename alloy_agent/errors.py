@@ -70,6 +70,10 @@ class StalePlanError(ApplyError):
     """The node is no longer as it was when the plan was made; nothing was touched, plan again."""
 
 
+class DaemonGoneError(AlloyError):
+    """The daemon ended while it was asked; what it had begun goes on at its next start."""
+
+
 class ConsentError(ApplyError):
     """A plan interrupts somebody and nobody agreed to it; nothing was touched."""
 

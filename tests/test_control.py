@@ -23,6 +23,7 @@ from alloy_agent.control import ControlClient, ControlServer, OnProgress
 from alloy_agent.errors import (
     AlloyError,
     ConfigError,
+    DaemonGoneError,
     InvariantError,
     NotPermittedError,
     PlanImpossibleError,
@@ -436,7 +437,7 @@ def test_killed_server_is_replaced_while_clients_wait(path: Path) -> None:
         next(stream)
         child.send_signal(signal.SIGKILL)
         child.wait(20)
-        with client, pytest.raises(AlloyError, match="ended early"):
+        with client, pytest.raises(DaemonGoneError, match="before it answered"):
             list(stream)
     assert ControlClient.connect(path) is None
     with ControlServer(Node(), path):

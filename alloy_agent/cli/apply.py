@@ -35,6 +35,9 @@ def run(arguments: Namespace) -> int:
     require_root("apply")
     request = LayoutRequest(text=text, file=arguments.file, layout=arguments.layout)
     with open_node(arguments, write=True) as node:
+        earlier = node.recover()  # first, since it changes what there is to plan from
+        if earlier is not None:
+            output.note(f"an apply of layout {earlier.layout} was cut off: now {earlier.outcome}")
         planned = node.plan(request)
         consent(planned, arguments)
         agreed = LayoutRequest(

@@ -31,7 +31,13 @@ from alloy_agent.cli import (
     top,
     usage,
 )
-from alloy_agent.errors import AlloyError, ApplyError
+from alloy_agent.errors import (
+    AlloyError,
+    ApplyError,
+    ConsentError,
+    DaemonGoneError,
+    StalePlanError,
+)
 
 NEGATIVE = 1
 REFUSED = 2
@@ -116,7 +122,10 @@ def _refused(error: AlloyError, command: str) -> int:
     _say(str(error))
     if command == "exec":
         return execute.CANNOT_START
-    return NEGATIVE if isinstance(error, ApplyError) else REFUSED
+    if isinstance(error, StalePlanError | ConsentError):
+        return REFUSED
+    begun = isinstance(error, DaemonGoneError) and command == "apply"
+    return NEGATIVE if begun or isinstance(error, ApplyError) else REFUSED
 
 
 def _guarded(call: Callable[[], int], command: str, debug: bool) -> int:

@@ -18,7 +18,7 @@ from alloy_agent.daemon.documents import (
     DoctorDocument,
     PlanDocument,
 )
-from alloy_agent.model import AuditResult, PartitionId, Scope, Value
+from alloy_agent.model import ApplyReport, AuditResult, PartitionId, Scope, Value
 
 
 class LayoutRequest(Value, frozen=True, kw_only=True):
@@ -56,6 +56,10 @@ class NodeApi(Protocol):
 
     def plan(self, request: LayoutRequest) -> PlanDocument:
         """Return the steps from observed to wanted; changes nothing."""
+        ...
+
+    def recover(self) -> ApplyReport | None:
+        """Finish or take back what an earlier process began; None where there is nothing."""
         ...
 
     def apply(self, request: LayoutRequest, on_progress: OnProgress | None = None) -> ApplyDocument:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from alloy_agent.config import Settings
     from alloy_agent.control import ControlClient
     from alloy_agent.daemon.live import TopDocument
-    from alloy_agent.model import AuditResult
+    from alloy_agent.model import ApplyReport, AuditResult
 
 T = TypeVar("T")
 
@@ -85,6 +85,10 @@ class RemoteNode:
         """Return the daemon's plan."""
         body = self._client.plan(request.text, request.file, request.layout)
         return _decode(body, PlanDocument)
+
+    def recover(self) -> ApplyReport | None:
+        """Return None: a daemon does so when it starts."""
+        return None
 
     def apply(self, request: LayoutRequest, on_progress: OnProgress | None = None) -> ApplyDocument:
         """Have the daemon apply a layout."""

@@ -13,6 +13,7 @@ import pytest
 from alloy_agent import __version__
 from alloy_agent.cli.output import WIDTH
 from tests.cli.conftest import Run
+from tests.daemon.harness import Site, wait_for
 
 
 def test_version(alloy: Run) -> None:
@@ -116,6 +117,31 @@ def test_a_plan_reads_standard_input(layout: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "3g.40gb@4" in done.stdout
+
+
+def test_an_apply_that_was_killed_is_settled_by_the_next(layout: Path, tmp_path: Path) -> None:
+    """The next apply finishes what was begun, says so, and then does its own work at once."""
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(
+        "boards: [{board: H100}]\n"
+        "faults: [{call: gpu.create_gpu_instance, device: '*', action: slow, delay_s: 0.4, "
+        "times: 0}]\n"
+    )
+    site = Site(tmp_path, str(slow))
+    layout.write_text(
+        f"{layout.read_text()}"
+        "  quarters: [{match: {vendor: nvidia}, mig: [1g.20gb, 1g.20gb, 1g.20gb, 1g.20gb]}]\n"
+    )
+    first = subprocess.Popen(
+        site.command("apply", str(layout), "--layout", "quarters", "--yes"), env=site.environment
+    )
+    wait_for("a first piece", lambda: [p for p in site.partitions() if p["made_by"] == "alloy"])
+    first.kill()
+    first.wait()
+    second = site.run("apply", str(layout), "--layout", "halves", "--yes")
+    assert second.returncode == 0, second.stderr
+    assert "an apply of layout quarters was cut off: now applied" in second.stderr
+    assert [p["profile"] for p in site.partitions()] == ["3g.40gb", "3g.40gb"]
 
 
 def test_generations_grow(alloy: Run, layout: Path) -> None:
