@@ -146,7 +146,7 @@ class Stage:
                 self.home = Path(tempfile.mkdtemp(prefix="alloy-demo-"))
                 stack.callback(shutil.rmtree, self.home, ignore_errors=True)
             # A socket's path has 107 bytes at most, wherever the home is.
-            self.sockets = Path(tempfile.mkdtemp(prefix="alloy-", dir="/tmp"))  # noqa: S108
+            self.sockets = Path(tempfile.mkdtemp(prefix="alloy-", dir="/tmp"))
             stack.callback(shutil.rmtree, self.sockets, ignore_errors=True)
             self._start_brain(stack)
             stack.callback(self._remove_host)
