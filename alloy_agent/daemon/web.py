@@ -2,18 +2,21 @@
 
 `/healthz` answers whether the agent's own loops turn; a sick device never makes it red, since
 restarting the agent would not heal a device. `/readyz` is red until the node has been seen once.
-Each request has a thread of its own, of which there is a bounded number, and a deadline, so that a
-slow reader holds nobody up.
+Each request has a thread of its own, of which there is a bounded number, and a deadline. When all
+are taken, the one that has lasted longest gives way, so that clients that send or read slowly, by
+mistake or on purpose, hold nobody up: a probe is always answered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +30,7 @@ LOG = logging.getLogger(__name__)
 
 REQUEST_DEADLINE_S = 10.0
 MAX_REQUESTS = 16
+PATIENCE_S = 0.1  # a page takes milliseconds; what lasted longer may have to give way
 
 
 class Answer(NamedTuple):
@@ -79,20 +83,35 @@ class _Server(ThreadingHTTPServer):
         self.pages = pages
         self.token = token
         self.slots = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.open: dict[int, tuple[float, Any]] = {}  # by descriptor, the oldest first
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve on a thread, or close at once when too many are being served."""
+        """Serve on a thread; when too many are being served, the oldest gives its place."""
         if not self.slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            self._end_oldest()
+            if not self.slots.acquire(timeout=PATIENCE_S):
+                self.shutdown_request(request)
+                return
+        self.open[request.fileno()] = (time.monotonic(), request)
         super().process_request(request, client_address)
+
+    def _end_oldest(self) -> None:
+        """Cut the connection that has lasted longest, if it lasts longer than any scrape."""
+        oldest = min(tuple(self.open.values()), key=lambda one: one[0], default=None)
+        if oldest is None or time.monotonic() - oldest[0] < PATIENCE_S:
+            return
+        with contextlib.suppress(OSError):
+            # Its thread wakes and ends by itself. Below TLS, whose state belongs to that thread.
+            socket.socket.shutdown(oldest[1], socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one request and give its slot back."""
+        number = request.fileno()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.open.pop(number, None)
             self.slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -104,6 +104,25 @@ def test_a_token_is_asked_for_metrics_alone(site: Site, tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\nX: a"])
+def test_more_slow_clients_than_places_do_not_stop_a_probe(server: WebServer, sent: bytes) -> None:
+    """Who lasts longest gives way: a probe is answered while every place is held open."""
+    host, port = server.url.removeprefix("http://").split(":")
+    held = []
+    try:
+        for _ in range(3 * MAX_REQUESTS):
+            one = socket.create_connection((host, int(port)), timeout=30)
+            held.append(one)
+            if sent:
+                one.sendall(sent)
+        for _ in range(3):
+            assert get(server, "/healthz") == (200, "ok\n")
+    finally:
+        for one in held:
+            one.close()
+    assert get(server, "/healthz") == (200, "ok\n")
+
+
 def test_silent_clients_do_not_stop_others(server: WebServer) -> None:
     """Connections that never send a request hold a bounded number of places and no more."""
     address = server.url.removeprefix("http://").split(":")
