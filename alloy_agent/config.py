@@ -35,7 +35,7 @@ from alloy_agent.decoding import (
     unknown_name,
 )
 from alloy_agent.errors import ConfigError
-from alloy_agent.model import Value
+from alloy_agent.model import Value, Vendor
 
 DEFAULT_CONFIG: Final = "/etc/alloy/agent.yaml"
 ENVIRONMENT_PREFIX: Final = "ALLOY_"
@@ -248,6 +248,35 @@ class BrainSettings(Value, frozen=True, kw_only=True):
     outbox_records: Count = 100_000
 
 
+class KubernetesSettings(Value, frozen=True, kw_only=True):
+    """The agent as a DRA driver of this node's kubelet; `node_name` is the node's name there.
+
+    Without `api_server` it is found as a pod finds it. `instance` is the UID of the agent's pod,
+    for updates with two agents beside each other. `shares` opportunistic shares are offered on each
+    device beside a production one. `evict_on_loss` ends the pods on a device that was lost.
+    """
+
+    enabled: bool = False
+    driver: Annotated[
+        str,
+        Meta(
+            pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)+$",
+            max_length=63,
+        ),
+    ] = "gpu.alloy.dev"
+    kubelet_dir: FilePath = "/var/lib/kubelet"
+    cdi_dir: FilePath = "/var/run/cdi"
+    instance: Annotated[str, Meta(pattern="^[a-z0-9-]*$", max_length=36)] = ""
+    vendors: tuple[Vendor, ...] = (Vendor.NVIDIA, Vendor.AMD, Vendor.NEURON)
+    shares: Annotated[int, Meta(ge=0, le=8)] = 0
+    evict_on_loss: bool = False
+    api_server: str | None = None
+    ca_file: FilePath | None = None
+    token_file: FilePath | None = None
+    certificate_file: FilePath | None = None
+    key_file: FilePath | None = None
+
+
 class LogSettings(Value, frozen=True, kw_only=True):
     """What is logged, and how: `auto` is `console` on a terminal and `json` elsewhere."""
 
@@ -276,6 +305,7 @@ class Settings(Value, frozen=True, kw_only=True):
     metrics: MetricsSettings = MetricsSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     brain: BrainSettings = BrainSettings()
+    kubernetes: KubernetesSettings = KubernetesSettings()
     log: LogSettings = LogSettings()
 
 

@@ -44,6 +44,7 @@ from alloy_agent.model import (
     ApplyReport,
     AuditResult,
     DeviceEvent,
+    DeviceId,
     Layout,
     Lease,
     LeaseState,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from alloy_agent.config import BrainSettings, Settings
     from alloy_agent.conformance.auditor import Auditor
     from alloy_agent.conformance.checks import Intent
+    from alloy_agent.daemon.claims import Claims
     from alloy_agent.daemon.live import TopDocument
     from alloy_agent.daemon.service import NodeService
     from alloy_agent.daemon.telemetry import Telemetry
@@ -75,6 +77,7 @@ SLOW_PERIOD_S = 10.0  # quantiles to the brain
 FRAMES_TAKEN = 40  # of the 64 that a device's page keeps
 LATE_S = 30.0  # a loop without a finished tick for so long is not healthy
 STOP_JOIN_S = 1.0
+TAKE_OVER_S = 600.0  # an old agent beside a new one may have a long step to end
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
 LIVE_SETTINGS = ("log", "layout")  # what a reload can change; the rest needs a restart
 
@@ -186,6 +189,7 @@ class Daemon:
         self.auditor: Auditor | None = None
         self.uplink: Uplink | None = None
         self.telemetry: Telemetry | None = None
+        self.claims: Claims | None = None
         self._early: list[DeviceEvent] = []  # came before the telemetry was there
         self._slow_s = 0.0
         self._reread = reread
@@ -222,13 +226,39 @@ class Daemon:
         self.node = Node(
             self.settings, write=True, sample=True, salvage=True, on_event=self._on_event
         )
-        stack.enter_context(self.node)
+        self._start_claims(stack)
+        self._enter_node(stack)
         self._log_settings()
         self._start_telemetry(stack)
         self._start_web(stack)
         self._start_audit(stack)
         self._start_brain(stack, self._start_control(stack))
         self._start_loops(stack)
+        if self.claims is not None:
+            self.claims.attach()
+
+    def _start_claims(self, stack: contextlib.ExitStack) -> None:
+        """Let a kubelet find the agent before devices are opened: its calls wait meanwhile."""
+        if not self.settings.kubernetes.enabled:
+            return
+        from alloy_agent.daemon.claims import Claims
+
+        self.claims = Claims(self)
+        stack.callback(self.claims.stop)
+        self.claims.start()
+
+    def _enter_node(self, stack: contextlib.ExitStack) -> None:
+        """Open the node; during an update beside an old agent, once that one has ended."""
+        until_s = time.monotonic() + (TAKE_OVER_S if self.settings.kubernetes.instance else 0.0)
+        while True:
+            try:
+                stack.enter_context(self.node)
+            except StoreError:
+                if time.monotonic() >= until_s or not self._inbox.empty():
+                    raise
+                time.sleep(0.2)
+            else:
+                return
 
     def _log_settings(self) -> None:
         from alloy_agent.config import unknown_variables
@@ -479,6 +509,8 @@ class Daemon:
         self._add_loop("keep", KEEP_PERIOD_S, self.tick_keep)
         if self.desk is not None:
             self._add_loop("leases", LEASE_PERIOD_S, self.tick_leases)
+        if self.claims is not None and not self.node.degraded:
+            self._add_loop("kubernetes", LEASE_PERIOD_S, self.claims.tick)
         stack.callback(self._stop_loops)
         for loop in self._loops.values():
             loop.start()
@@ -660,6 +692,12 @@ class Daemon:
 
         return LeaseDesk(self.node.store, self._view, self.feed.lease_changed)
 
+    def layout_devices(self) -> frozenset[DeviceId]:
+        """Return the devices whose pieces an operator's layout file fixes."""
+        layout = self._layout
+        found = () if layout is None else layout.devices
+        return frozenset(one.device for one in found if one.partitions is not None)
+
     def _leases(self) -> tuple[Lease, ...]:
         return () if self.desk is None else self.desk.ledger.leases
 
@@ -668,10 +706,11 @@ class Daemon:
         from alloy_agent.leases import View
 
         snapshot = self.node.observe()
+        claimed = self.node.tenancy.claimed(snapshot.partitions)
         return View(
             now_s=clock.boottime_s(),
             boot_id=snapshot.boot_id,
-            generations={p.id: p.generation for p in snapshot.partitions},
+            generations={p.id: p.generation for p in snapshot.partitions if p.id not in claimed},
             standalone=self.settings.brain.address is None,
         )
 

@@ -242,7 +242,8 @@ class Node:
         """
         from alloy_agent.planner import plan
 
-        return plan(layout, snapshot, self.tenancy.leased(snapshot.partitions))
+        held = self.tenancy.leased(snapshot.partitions) | self.tenancy.claimed(snapshot.partitions)
+        return plan(layout, snapshot, held)
 
     def plan(self, request: LayoutRequest) -> documents.PlanDocument:
         """Return the plan document; changes nothing."""

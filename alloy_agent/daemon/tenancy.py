@@ -78,6 +78,19 @@ class Tenancy:
             if generations.get(piece.partition) == piece.generation
         )
 
+    def claimed(self, partitions: tuple[Partition, ...]) -> frozenset[PartitionId]:
+        """Return the partitions that a living claim of Kubernetes holds as they are."""
+        from alloy_agent.store.claims import ClaimPhase
+
+        held = {
+            (piece.partition, piece.incarnation)
+            for claim in self._store.claims()
+            if claim.phase is not ClaimPhase.RELEASED
+            for piece in claim.pieces
+            if not piece.admin
+        }
+        return frozenset(p.id for p in partitions if (p.id, p.incarnation) in held)
+
     def dead(self) -> tuple[Binding, ...]:
         """Return the bindings whose process has ended or whose boot is over."""
         return tuple(b for b in self._store.bindings() if not is_inside(b, self._boot_id))
