@@ -222,7 +222,7 @@ def _partitions(document: TopDocument, view: View, history: History, width: int)
         lines.append(_with_gate(text, piece, view, width))
     if not rows:
         what = "no partition matches" if document.partitions else "no partitions"
-        lines.append((Span(what),))
+        lines.append((Span(what[:width]),))
     return lines
 
 

@@ -75,14 +75,16 @@ class Ledger:
         ]
         if self._first:
             closed += self._take_up(set(wanted), snapshot.boot_id)
+        opened = False
         for key, partition in wanted.items():
             if key not in self.accounts:
+                opened = True
                 lease = leases.get(key[0], "")
                 self.accounts[key] = self._opened(
                     partition, devices.get(partition.device), lease, now_s, wall_s
                 )
         self._energy_lines(snapshot, now_s, wall_s)
-        if closed or self._first:
+        if closed or opened or self._first:
             self._first = False
             self._write(closed, snapshot.boot_id, now_s, wall_s)
 

@@ -218,6 +218,6 @@ def test_top_shows_what_the_daemon_knows(site: Site) -> None:
         assert {p["gate"] for p in top["partitions"]} <= {"open", "unknown"}
         shown = site.run("top", "--once", COLUMNS="80").stdout
         assert max(map(len, shown.splitlines())) <= 80
-        assert "#0 1g.10gb@0" in shown
+        assert "#0 1g.10gb@" in shown
     alone = site.run("top", "--once", "--sort", "active").stdout
-    assert "#1 1g.10gb@0" in alone
+    assert "#1 1g.10gb@" in alone
