@@ -168,7 +168,7 @@ def _body(document: TopDocument, view: View, history: History, width: int) -> li
         return _devices(document, view, width)
     if view.view == "findings":
         rows = [f for f in document.findings if view.filter.lower() in f.lower()] or ["none"]
-        title: Line = (Span("FINDINGS OF THE NEWEST AUDIT", "bold"),)
+        title: Line = (Span("FINDINGS OF THE NEWEST AUDIT"[:width], "bold"),)
         return [title, *((Span(clean(r, plain=view.plain)[:width]),) for r in rows)]
     return _partitions(document, view, history, width)
 
