@@ -161,7 +161,7 @@ class Uplink:
         self._said: tuple[str, float] = ("", 0.0)
         self._threads: list[threading.Thread] = []
         self._secure = not _is_plain(settings)
-        self._tunnel = tunnel.Tunnel(settings) if self._secure else None
+        self._tunnel = tunnel.Tunnel(settings, self._unreached) if self._secure else None
         outbox.on_event(self._mailbox.wake)
 
     # --- for the daemon ---------------------------------------------------------------------------
@@ -316,10 +316,18 @@ class Uplink:
             if session.closed.is_set():
                 return
 
+    def _unreached(self, failure: BrainUnavailableError) -> None:
+        """End the call that waits for a connection which failed: gRPC would dial on in silence."""
+        session = self._session
+        if session is not None:
+            session.end(str(failure))
+
     def _ended(self, session: _Session, exc: Exception | None) -> None:
         """Note why a stream ended and what follows from it."""
-        failure = self._tunnel.failure if self._tunnel is not None else None
-        cause = str(failure) if failure is not None else session.reason or _meaning(exc)
+        cause = session.reason
+        if not cause:
+            failure = self._tunnel.failure if self._tunnel is not None else None
+            cause = _meaning(exc) if failure is None else str(failure)
         stood = session.welcome is not None
         self._failures = 1 if stood else self._failures + 1
         self._hint_s = max(session.hint_s, _hint_of(exc))

@@ -10,7 +10,13 @@ Rules that stay true in here:
 
 * Only this process may use the tunnel: the kernel says who connects.
 * No byte flows before the chain, the host name or SPIFFE id, and HTTP/2 were agreed.
-* A session ends when either side's certificate does.
+* A session ends when either side's certificate does; none begins with a certificate of ours that
+  has ended.
+* With TLS 1.3 a brain refuses our certificate after our half of the handshake is done, with an
+  alert or with a bare end. So a brain counts as reached when its first byte comes, and whoever
+  ends a connection before that has refused it.
+* Each failure is told at once, before gRPC can see the local connection end: gRPC would dial again
+  on its own and say nothing to the call that waits.
 * Buffers are bounded both ways: a brain that does not read slows gRPC down.
 """
 
@@ -26,6 +32,7 @@ import ssl
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -111,15 +118,23 @@ class Tunnel:
 
     Args:
         settings: Address and identity.
+        on_failure: Told at once, on a thread of the tunnel, why the brain could not be reached or
+            the session to it had to end.
     """
 
-    def __init__(self, settings: BrainSettings) -> None:
+    def __init__(
+        self,
+        settings: BrainSettings,
+        on_failure: Callable[[BrainUnavailableError], None] | None = None,
+    ) -> None:
         self._settings = settings
+        self._on_failure = on_failure
         self._name = f"alloy-uplink-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._stopping = threading.Event()
         self._mutex = threading.Lock()
         self._open: set[socket.socket] = set()
+        self._newest: socket.socket | None = None
         self._failure: BrainUnavailableError | None = None
         self._thread = threading.Thread(target=self._accept, name="uplink-tunnel", daemon=True)
 
@@ -130,7 +145,7 @@ class Tunnel:
 
     @property
     def failure(self) -> BrainUnavailableError | None:
-        """Return why the last attempt to reach the brain failed; None after one that did not."""
+        """Return why the last connection failed; None once the brain has said something."""
         return self._failure
 
     def start(self) -> None:
@@ -178,24 +193,52 @@ class Tunnel:
         """Carry one connection to the brain until either side ends."""
         with self._mutex:
             self._open.add(local)
+            self._newest = local
         try:
-            with local, self._dial() as remote:
-                end_wall_s = self._check(remote)
-                self._failure = None
-                if not self._stopping.is_set():
-                    relay(local, remote, end_wall_s)
-        except BrainUnavailableError as failure:
-            self._failure = failure
-        except OSError as exc:
-            self._failure = self._unreachable(exc)
+            with local:
+                failure = self._carried(local)
+                if failure is not None:
+                    self._fail(local, failure)
         finally:
             with self._mutex:
                 self._open.discard(local)
+
+    def _carried(self, local: socket.socket) -> BrainUnavailableError | None:
+        """Carry one connection to its end; return what went wrong, None for an end as usual."""
+        try:
+            with self._dial() as remote:
+                end_wall_s = self._check(remote)
+                if not self._stopping.is_set():
+                    relay(local, remote, end_wall_s, self._reached)
+        except BrainUnavailableError as failure:
+            return failure
+        except (OSError, ValueError) as exc:
+            return self._unreachable(exc)
+        return None
+
+    def _reached(self) -> None:
+        self._failure = None
+
+    def _fail(self, local: socket.socket, failure: BrainUnavailableError) -> None:
+        """Note a failure and tell it, unless another connection has taken over meanwhile."""
+        with self._mutex:
+            if self._newest is not local:
+                return
+        self._failure = failure
+        if self._on_failure is not None and not self._stopping.is_set():
+            self._on_failure(failure)
 
     def _dial(self) -> ssl.SSLSocket:
         """Return a TLS connection to the brain, its chain and host name verified."""
         settings = self._settings
         secure = context(settings)
+        ours_wall_s = own_end_wall_s(settings)
+        if time.time() >= ours_wall_s:
+            ended = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(ours_wall_s))
+            raise BrainUnavailableError(
+                f"{settings.certificate_file}: the agent's own certificate has run out on {ended}",
+                cure="renew it, or set the clock",
+            )
         host, port = split_address(settings.address or "")
         plain = socket.create_connection((host, port), timeout=DIAL_TIMEOUT_S)
         try:
@@ -227,20 +270,26 @@ class Tunnel:
         theirs = ssl.cert_time_to_seconds(str(certificate.get("notAfter", "")))
         return min(float(theirs), own_end_wall_s(settings))
 
-    def _unreachable(self, exc: OSError) -> BrainUnavailableError:
+    def _unreachable(self, exc: OSError | ValueError) -> BrainUnavailableError:
         if isinstance(exc, ssl.SSLCertVerificationError):
             return BrainUnavailableError(
                 f"brain {self._settings.address}: its certificate is refused: {exc.verify_message}",
                 cure="check brain.ca_file, brain.server_name and the brain's certificate",
             )
+        if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):
+            return BrainUnavailableError(
+                f"brain {self._settings.address}: it refuses the agent: {_cause(exc)}",
+                cure="see that it accepts the agent's certificate, and read its log",
+            )
         return BrainUnavailableError(f"brain {self._settings.address}: {_cause(exc)}")
 
 
-def _cause(exc: OSError) -> str:
+def _cause(exc: OSError | ValueError) -> str:
     """Return the cause of a failure in words."""
     if isinstance(exc, ssl.SSLError) and exc.reason:
         return exc.reason.lower().replace("_", " ")
-    return exc.strerror or str(exc) or type(exc).__name__
+    words = exc.strerror if isinstance(exc, OSError) else None
+    return words or str(exc) or type(exc).__name__
 
 
 def _is_ours(local: socket.socket) -> bool:
@@ -253,22 +302,42 @@ def _is_ours(local: socket.socket) -> bool:
     return False
 
 
-def relay(local: socket.socket, remote: ssl.SSLSocket, end_wall_s: float) -> None:
+def relay(
+    local: socket.socket,
+    remote: ssl.SSLSocket,
+    end_wall_s: float,
+    reached: Callable[[], None],
+) -> None:
     """Move bytes both ways on this thread until either side ends or the certificates do.
 
-    One thread, because an OpenSSL session must not be read and written at once.
+    One thread, because an OpenSSL session must not be read and written at once. `reached` is
+    called when the first byte comes from the brain.
 
     Raises:
-        BrainUnavailableError: A certificate has run out.
+        BrainUnavailableError: A certificate has run out, or the brain ended the connection before
+            it said anything.
+        OSError: The brain said in an alert why it ends the connection.
     """
     local.setblocking(False)
     remote.setblocking(False)
     up, down = bytearray(), bytearray()
+    heard = False
     with selectors.DefaultSelector() as selector:
         while True:
-            alive = _take(local, up) and _take(remote, down)
-            alive = _give(remote, up) and _give(local, down) and alive
-            if not alive:
+            ours, theirs = _take(local, up), _take(remote, down)
+            if down and not heard:
+                heard = True
+                reached()
+            if not _give(remote, up):
+                theirs = False
+                _take(remote, down)  # an alert may have come before the end that broke the write
+            ours = _give(local, down) and ours
+            if not theirs and not heard:
+                raise BrainUnavailableError(
+                    "the brain ended the connection right after the handshake, without a word",
+                    cure="see that it accepts the agent's certificate, and read its log",
+                )
+            if not (ours and theirs):
                 return
             if time.time() >= end_wall_s:
                 raise BrainUnavailableError(
@@ -280,7 +349,11 @@ def relay(local: socket.socket, remote: ssl.SSLSocket, end_wall_s: float) -> Non
 
 
 def _take(source: socket.socket, into: bytearray) -> bool:
-    """Read what is there, up to the bound; whether the source lives."""
+    """Read what is there, up to the bound; whether the source lives.
+
+    Raises:
+        ssl.SSLError: The other side said why it ends: an alert about our certificate.
+    """
     while len(into) < BUFFER_BYTES:
         try:
             chunk = source.recv(CHUNK_BYTES)
@@ -289,7 +362,7 @@ def _take(source: socket.socket, into: bytearray) -> bool:
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             return False
         except ssl.SSLError:
-            raise  # the other side says why: an alert about our certificate
+            raise
         except OSError:
             return False
         if not chunk:

@@ -33,7 +33,8 @@ def brain() -> None:
     server, port = serve(known)
     print(port, flush=True)
     while True:
-        until(lambda: known.streams and known.high, "a stream with an event")
+        before = dict(known.high)
+        until(lambda b=before: known.streams and known.high != b, "a stream with an event")  # type: ignore[misc]
         known.streams.clear()
         known.bodies.clear()
         server.stop(0).wait(10)
@@ -63,6 +64,7 @@ def agent(port: int, folder: Path, warm: int, streams: int) -> dict[str, float]:
             gc.collect()
             began = (last, resident_bytes())
         time.sleep(0.002)
+    until(lambda: made.outbox.waiting == 0, "every event acknowledged")
     gc.collect()
     state = uplink.state()
     grown = resident_bytes() - began[1]

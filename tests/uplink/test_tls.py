@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,6 +142,48 @@ def test_agent_with_an_expired_certificate_is_told(
     authority.install("agent", ends_in_s=-60)
     uplink = agent.dial(secure(authority, secured()))
     refused(uplink, "run out")
+
+
+def test_agent_that_the_brain_does_not_know_is_told(
+    agent: Agent, authority: Authority, tmp_path: Path, secured: Callable[..., int]
+) -> None:
+    """Refused after its half of the handshake, the agent learns it at once, each time it dials."""
+    other = Authority(tmp_path / "other")
+    key, certificate = other.install("agent")
+    files = {"key_file": str(key), "certificate_file": str(certificate)}
+    uplink = agent.dial(secure(authority, secured(), **files))
+    refused(uplink, "the agent")
+    before = uplink.state().attempts
+    until(lambda: uplink.state().attempts >= before + 3, "further attempts")
+    assert "the agent" in uplink.state().reason
+    assert not uplink.state().connected
+
+
+def test_brain_that_hangs_up_after_the_handshake_is_named(
+    agent: Agent, authority: Authority
+) -> None:
+    """A peer that ends each connection without a word ends each attempt, with a reason."""
+    authority.install("agent")
+    key, certificate = authority.issue("brain")
+    terms = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    chain = authority.folder / "brain.pem"
+    chain.write_bytes(key + certificate)
+    terms.load_cert_chain(chain)
+    terms.set_alpn_protocols(["h2"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    near, _ = listener.accept()
+                    with contextlib.suppress(OSError), terms.wrap_socket(near, server_side=True):
+                        pass
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        uplink = agent.dial(secure(authority, int(listener.getsockname()[1])))
+        until(lambda: uplink.state().attempts >= 3, "attempts")
+        refused(uplink, "right after the handshake")
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_certificate_that_ends_while_connected_ends_the_stream(

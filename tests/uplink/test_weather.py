@@ -149,9 +149,13 @@ def churn(folder: Path, warm: int, streams: int) -> dict[str, float]:
 
 
 def test_restarts_leak_nothing(tmp_path: Path) -> None:
-    """After many restarts of the brain the agent has grown by next to nothing."""
+    """After many restarts of the brain every event is acknowledged and next to nothing has grown.
+
+    How many events wait at one moment depends on who gets to run; that none waits in the end does
+    not, although the brain goes on restarting.
+    """
     report = churn(tmp_path, 30, 40)
-    assert report["waiting"] <= 2
+    assert report["waiting"] == 0
     assert report["threads"] < 40
     assert report["descriptors"] < 60
     assert report["grown_bytes"] < 1_500_000
