@@ -121,6 +121,9 @@ class _Slot(NamedTuple):
     resource: headroom.Resource
     limit: float  # to divide by; 0: that of the slot `limit_slot`
     limit_slot: int
+    low: float  # what a reading can be
+    high: float
+    never: frozenset[float]
 
 
 class _Page(NamedTuple):
@@ -429,7 +432,12 @@ class Telemetry:
             limit, limit_slot = _limit(resource, device, piece, spec.subject, places)
             if limit or limit_slot >= 0:
                 key = (spec.subject, 0 if piece is None else piece.generation)
-                slots.append(_Slot(slot, spec, key, resource, limit, limit_slot))
+                can = signals.possible(spec)
+                slots.append(
+                    _Slot(
+                        slot, spec, key, resource, limit, limit_slot, can.low, can.high, can.never
+                    )
+                )
         page = _Page((*mark, shape), tuple(slots), places.get((device.id, ENERGY), -1))
         self._pages[device.id] = page
         return page
@@ -437,23 +445,23 @@ class Telemetry:
     def _frames(
         self, device: Device, page: _Page, frames: tuple[Frame, ...], period_s: float
     ) -> None:
+        rows = [(f.qualities, f.values, f.source_times_s, f.read_times_s) for f in frames]
+        refresh_s = frames[-1].refresh_periods_s
         for column in page.slots:
-            slot, spec = column.slot, column.spec
-            new: list[tuple[float, float]] = []
-            clocked = False
-            for frame in frames:
-                if frame.qualities[slot] != 0:
-                    continue
-                value, source_s = frame.values[slot], frame.source_times_s[slot]
-                if signals.doubt(spec, value):
-                    continue
-                clocked = not math.isnan(source_s)
-                new.append((source_s if clocked else frame.read_times_s[slot], value))
+            slot, low, high, never = column.slot, column.low, column.high, column.never
+            clocked = rows[-1][2][slot] == rows[-1][2][slot]  # NaN: the source has no clock
+            times = 2 if clocked else 3
+            new = [
+                (row[times][slot], row[1][slot])
+                for row in rows
+                if row[0][slot] == 0 and low <= row[1][slot] <= high and row[1][slot] not in never
+            ]
             if not new:
                 continue
-            refresh_s = frames[-1].refresh_periods_s[slot]
-            renewed_s = refresh_s if clocked and not math.isnan(refresh_s) else 0.0
-            self._count(column, new, frames[-1], max(renewed_s, period_s))
+            renewed_s = refresh_s[slot] if clocked else 0.0
+            if not renewed_s > period_s:  # or not measured yet
+                renewed_s = period_s
+            self._count(column, new, frames[-1], renewed_s)
         self._spend(device, page, frames)
 
     def _count(
@@ -468,9 +476,7 @@ class Telemetry:
         if windows is None:
             windows = table[column.resource.name] = Windows(high=column.resource.high)
         windows.period_s = period_s
-        add = windows.minute.add
-        for time_s, value in new:
-            add(value / limit, time_s)
+        windows.minute.add_all(new, limit)
         if column.spec.name == ACTIVE:
             self._active[column.key[0]] = new[-1][1]
             self.ledger.used(*column.key, new, period_s, column.spec.source)

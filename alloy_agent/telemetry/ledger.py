@@ -47,6 +47,7 @@ class Ledger:
         self._saved_s = 0.0
         self.accounts: dict[Key, Account] = {}
         self._periods: dict[Key, float] = {}
+        self._places: dict[tuple[str, int], Key] = {}
         self.totals: dict[Key, list[int]] = {}  # active, idle, unobserved of closed rows
         self._unwritten: list[UsageRow] = []
 
@@ -83,6 +84,7 @@ class Ledger:
                 self.accounts[key] = self._opened(
                     partition, devices.get(partition.device), lease, now_s, wall_s
                 )
+        self._places = {(key[0], key[1]): key for key in self.accounts if key[0]}
         self._energy_lines(snapshot, now_s, wall_s)
         if closed or opened or self._first:
             self._first = False
@@ -162,10 +164,11 @@ class Ledger:
         method: str,
     ) -> None:
         """Advance the account of a partition, if anybody has it."""
-        for key, account in self.accounts.items():
-            if key[0] == partition and key[1] == generation:
-                self._periods[key] = period_s
-                self.accounts[key] = metering.advance(account, samples, period_s, method)
+        key = self._places.get((partition, generation))
+        account = None if key is None else self.accounts.get(key)
+        if key is not None and account is not None:
+            self._periods[key] = period_s
+            self.accounts[key] = metering.advance(account, samples, period_s, method)
 
     def spent(self, device: str, joules: float, active: Mapping[str, float]) -> None:
         """Split energy of a device over the partitions that were active.

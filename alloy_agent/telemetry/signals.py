@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -57,24 +58,38 @@ SENTINELS: Final[dict[str, frozenset[float]]] = {
 RATE_MAX: Final[dict[str, float]] = {"joules": POWER_MAX_W}
 
 
-def unit_of(spec: SignalSpec) -> str:
-    """Return the unit of a signal: the one it states, else the one its name ends with."""
-    if spec.unit in BOUNDS:
-        return spec.unit
-    return spec.name.removesuffix("_total").rpartition("_")[2]
+class Possible(NamedTuple):
+    """What numbers of one unit can be."""
+
+    low: float
+    high: float
+    never: frozenset[float]
+    unit: str
+
+
+@lru_cache(maxsize=1024)
+def _possible(name: str, stated: str) -> Possible:
+    """Return what a signal can be; made once for each name."""
+    unit = stated if stated in BOUNDS else name.removesuffix("_total").rpartition("_")[2]
+    low, high = BOUNDS.get(unit, (-math.inf, math.inf))
+    return Possible(low, high, SENTINELS.get(unit, frozenset()), unit)
+
+
+def possible(spec: SignalSpec) -> Possible:
+    """Return what a reading of a signal can be."""
+    return _possible(spec.name, spec.unit)
 
 
 def doubt(spec: SignalSpec, value: float) -> str:
     """Return why a number cannot be a reading of this signal; "" when it can."""
-    unit = unit_of(spec)
+    low, high, never, unit = _possible(spec.name, spec.unit)
+    if low <= value <= high and value not in never and value - value == 0.0:
+        return ""
     if not math.isfinite(value):
         return "the source gave no finite number"
-    if value in SENTINELS.get(unit, ()):
+    if value in never:
         return f"{value:.15g} is the vendor's word for no value"
-    low, high = BOUNDS.get(unit, (-math.inf, math.inf))
-    if not low <= value <= high:
-        return f"{value:.6g} {unit} is beyond physics"
-    return ""
+    return f"{value:.6g} {unit} is beyond physics"
 
 
 def sane(signal: Signal) -> Signal:

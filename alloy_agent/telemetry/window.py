@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import add, sub
 from typing import Final
@@ -79,6 +80,28 @@ class Window:
         self._total[bin_] += 1
         self.samples += 1
         return True
+
+    def add_all(self, samples: Sequence[tuple[float, float]], limit: float = 1.0) -> None:
+        """Count samples, each as (source time, value), as ratios of `limit`; oldest first."""
+        last_s, total = self._last_s, self._total
+        low, scale, top = self.low, self._scale, BINS - 1
+        slice_: Slice | None = None
+        number, new = -1, 0
+        for time_s, value in samples:
+            if time_s <= last_s:
+                continue
+            last_s = time_s
+            if slice_ is None or time_s // self.slice_s != number:
+                slice_ = self._slice(time_s)
+                number = slice_.number
+            bin_ = int((value / limit - low) * scale)
+            bin_ = top if bin_ > top else max(bin_, 0)
+            slice_.counts[bin_] += 1
+            slice_.samples += 1
+            total[bin_] += 1
+            new += 1
+        self._last_s = last_s
+        self.samples += new
 
     def merge(self, counts: array[int], samples: int, time_s: float) -> None:
         """Add the counts of another window of the same range, as of `time_s`."""
