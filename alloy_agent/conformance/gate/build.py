@@ -1,0 +1,65 @@
+"""Builds the interposer, and the emulated driver library, of the package's one C file.
+
+Images build at image build; elsewhere the first use builds with the host's `cc` into the state
+directory. Without a compiler and without a built library the neighbours of a shared device can
+only be frozen, which `control_tier` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from alloy_agent.errors import UnsupportedError
+
+SOURCE: Final = Path(__file__).with_name("gate.c")
+FLAGS: Final = ("-O2", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden")
+LIBRARIES: Final = ("-ldl", "-lpthread", "-lm")
+BUILD_DEADLINE_S: Final = 120.0
+
+
+def library(folder: Path, *, emulated: bool = False) -> Path:
+    """Return the path of a library, built if the folder has none of this source.
+
+    Raises:
+        UnsupportedError: There is no compiler, or it failed.
+    """
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    name = "liballoyemu.so" if emulated else "liballoygate.so"
+    path = folder / digest / name
+    if path.exists():
+        return path
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise UnsupportedError(
+            f"{name} is not built and this host has no C compiler",
+            cure="install gcc, or use an image that brings the library; the freezer works without",
+        )
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    options = (*FLAGS, *(("-DALLOY_EMULATED",) if emulated else ()))
+    made = subprocess.run(
+        [compiler, *options, str(SOURCE), "-o", str(fresh), *LIBRARIES],
+        capture_output=True,
+        text=True,
+        timeout=BUILD_DEADLINE_S,
+        check=False,
+    )
+    if made.returncode:
+        first = (made.stderr.strip().splitlines() or ["no message"])[0]
+        raise UnsupportedError(f"building {name} failed: {first}", cure=f"try {compiler} by hand")
+    fresh.replace(path)
+    return path
+
+
+def control_tier(folder: Path) -> tuple[str, str]:
+    """Return how neighbours can be controlled on this host ("gate" or "freezer"), and why."""
+    try:
+        library(folder)
+    except (UnsupportedError, OSError) as exc:
+        return "freezer", str(exc)
+    return "gate", ""

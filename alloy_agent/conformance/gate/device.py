@@ -1,0 +1,379 @@
+"""One shared device: reads the tenants' pages, decides, writes orders, freezes as the last resort.
+
+Rules that stay true in here:
+
+* Orders carry a lease that is renewed every 20 ms and lasts 50 ms: an agent that dies, hangs or
+  is stopped closes every neighbour's gate; production is never held by anything.
+* A burst counts as clean only if the neighbours' own pages prove that nothing of theirs was
+  outstanding; a lost entry of theirs makes it contended.
+* A neighbour whose page makes no sense gets no lease, and is frozen where it has a cgroup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from alloy_agent.conformance.baseline import Burst
+from alloy_agent.conformance.gate.freezer import Freezer
+from alloy_agent.conformance.gate.pages import OrderPage, Slot, StatePage, make_state
+from alloy_agent.conformance.rate import (
+    GateOrder,
+    RateLimits,
+    RateSample,
+    RateState,
+    Stage,
+    order_of,
+    shares,
+    tick,
+)
+from alloy_agent.conformance.sequential import (
+    AuditLimits,
+    AuditState,
+    Window,
+    calibrate,
+    judge_share,
+    watch,
+)
+from alloy_agent.errors import AlloyError, ConfigError
+from alloy_agent.host.clock import boottime_s
+from alloy_agent.model import Value
+
+LEASE_S: Final = 0.05
+RENEW_S: Final = 0.02
+TICK_S: Final = 0.1
+REMEMBERED_S: Final = 5.0
+WINDOW_S: Final = 1.0
+
+
+class TenantStatus(Value, frozen=True, kw_only=True):
+    """One tenant of a shared device, for people and documents."""
+
+    name: str
+    role: str
+    weight: float
+    processes: int
+    launched: int
+    device_s: float
+    waiting: int
+    waited_s: float
+    frozen: bool
+    metered: bool
+    trouble: str = ""
+
+
+class ShareStatus(Value, frozen=True, kw_only=True):
+    """How a shared device stands."""
+
+    device: str
+    stage: str
+    opening: float
+    loss_ratio: float | None
+    lent_ratio: float
+    answer: str
+    reason: str
+    mean_ratio: float | None
+    lower_ratio: float | None
+    upper_ratio: float | None
+    ticks: int
+    overruns: int
+    tenants: tuple[TenantStatus, ...]
+
+
+@dataclass
+class _Tenant:
+    name: str
+    role: str
+    weight: float
+    cgroup: str
+    state: StatePage
+    order: OrderPage | None
+    slots: tuple[Slot, ...] = ()
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    trouble: str = ""
+
+
+class SharedDevice:
+    """The controller's shell for one device. Not for use by several threads at once."""
+
+    def __init__(
+        self,
+        device: str,
+        folder: Path,
+        limits: RateLimits | None = None,
+        freezer: Freezer | None = None,
+        clock: Callable[[], float] = boottime_s,
+    ) -> None:
+        self.device = device
+        self.limits = limits or RateLimits()
+        self.state = RateState(heard_s=clock())
+        self.audit, self.audit_limits = AuditState(), AuditLimits()
+        self._folder, self._freezer, self._clock = folder, freezer, clock
+        self._tenants: dict[str, _Tenant] = {}
+        self._order = GateOrder(stopped=True)
+        self._dead_slots = 0
+        self._ticks = self._overruns = 0
+        self._window_s, self._judged = 0.0, (0.0, 0.0, 0)
+        self._lent: list[tuple[float, float]] = []
+        self._window: list[tuple[Burst, float | None]] = []
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+
+    def add(
+        self, name: str, role: str, *, weight: float = 1.0, cgroup: str = "", uid: int | None = None
+    ) -> dict[str, str]:
+        """Make a tenant's pages and return the environment that leads it to them.
+
+        Raises:
+            ConfigError: The role is none, or the device has a production tenant already.
+        """
+        if role not in {"production", "opportunistic"} or weight <= 0.0:
+            raise ConfigError(f"{name}: role {role!r} with weight {weight} is none")
+        if name in self._tenants:
+            self.remove(name)
+        producers = [t.name for t in self._tenants.values() if t.role == "production"]
+        if role == "production" and producers:
+            raise ConfigError(
+                f"{self.device} has production tenant {producers[0]} already",
+                cure="end it first, or add this one as opportunistic",
+            )
+        state, order = self._folder / f"{name}.state", self._folder / f"{name}.order"
+        make_state(state, os.getuid() if uid is None else uid, -1)
+        page = OrderPage(order, role)
+        self._tenants[name] = _Tenant(name, role, weight, cgroup, StatePage(state), page)
+        if role == "production":
+            self._lead_to(state)
+        return {
+            "ALLOY_GATE_ROLE": role,
+            "ALLOY_GATE_ORDER": str(order),
+            "ALLOY_GATE_STATE": str(state),
+            "ALLOY_GATE_PRODUCTION": str(self._folder / "production"),
+        }
+
+    def remove(self, name: str) -> None:
+        """Forget a tenant; its gate, if anything still waits at it, stays shut."""
+        tenant = self._tenants.pop(name)
+        if tenant.order is not None:
+            tenant.order.revoke()
+            tenant.order.close()
+        if self._freezer is not None and tenant.cgroup in self._freezer.frozen:
+            self._freezer.thaw(tenant.cgroup)
+        tenant.state.close()
+        for suffix in ("state", "order"):
+            (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
+
+    def _lead_to(self, state: Path) -> None:
+        """Hard-link production's page to the one name that neighbours look for."""
+        common = self._folder / "production"
+        common.unlink(missing_ok=True)
+        common.hardlink_to(state)
+
+    def renew(self) -> None:
+        """Extend the lease of every neighbour that is well."""
+        until_s = self._clock() + LEASE_S
+        hungry = {
+            t.name: t.weight
+            for t in self._neighbours()
+            if any(s.waiting or s.outstanding for s in t.slots)
+        }
+        split = shares(self._order, hungry)
+        for tenant in self._neighbours():
+            if tenant.order is None:
+                continue
+            order = split.get(tenant.name, self._order)
+            if tenant.trouble:
+                tenant.order.revoke()
+            else:
+                tenant.order.write(order, until_s, self._dead_slots)
+
+    def tick(self) -> RateState:
+        """Look, decide, write orders; return the state."""
+        now_s = self._clock()
+        lost = self._read_neighbours(now_s)
+        sample = self._sample(now_s, lost)
+        before = self.state
+        self.state = tick(before, sample, self.limits)
+        self._order = order_of(self.state, self.limits)
+        if self.state.stage is Stage.IDLE and not sample.alive:
+            self._order = GateOrder(outstanding_s=self.limits.outstanding_s)
+        self._audit(before, sample)
+        self._backstop()
+        self.renew()
+        self._ticks += 1
+        return self.state
+
+    def run(self, stop: threading.Event) -> None:
+        """Renew every 20 ms and tick every 100 ms until told to stop."""
+        due_s = self._clock()
+        while not stop.is_set():
+            now_s = self._clock()
+            if now_s >= due_s:
+                self._overruns += now_s - due_s > TICK_S
+                self.tick()
+                due_s = max(due_s + TICK_S, now_s)
+            else:
+                self.renew()
+            stop.wait(RENEW_S)
+        self.close()
+
+    def close(self) -> None:
+        """Shut the gates and thaw; production goes on."""
+        for name in list(self._tenants):
+            self.remove(name)
+        if self._freezer is not None:
+            self._freezer.close()
+
+    def status(self) -> ShareStatus:
+        """Return how the device stands."""
+        found = judge_share(self.audit, self.audit_limits)
+        return ShareStatus(
+            device=self.device,
+            stage=self.state.stage.value,
+            opening=self.state.opening,
+            loss_ratio=self.state.loss_ratio,
+            lent_ratio=self._lent_ratio(),
+            answer=found.answer.value,
+            reason=found.reason,
+            mean_ratio=found.mean_ratio,
+            lower_ratio=found.lower_ratio,
+            upper_ratio=found.upper_ratio,
+            ticks=self._ticks,
+            overruns=self._overruns,
+            tenants=tuple(self._status_of(t) for t in self._tenants.values()),
+        )
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def _neighbours(self) -> list[_Tenant]:
+        return [t for t in self._tenants.values() if t.role == "opportunistic"]
+
+    def _producer(self) -> _Tenant | None:
+        return next((t for t in self._tenants.values() if t.role == "production"), None)
+
+    def _read_neighbours(self, now_s: float) -> bool:
+        """Fetch when neighbours were busy; return whether some of it was lost."""
+        lost = False
+        for tenant in self._neighbours():
+            slots = tenant.state.slots()
+            if slots is None:
+                tenant.trouble, lost = "its page makes no sense", True
+                continue
+            tenant.slots = slots
+            for slot in slots:
+                bursts, missed = tenant.state.bursts(slot)
+                lost = lost or missed > 0
+                tenant.busy += [(b.started_s, b.ended_s) for b in bursts]
+                if slot.outstanding and _alive(slot.pid):
+                    tenant.busy.append((slot.busy_since_s, now_s))
+            tenant.busy = [span for span in tenant.busy if span[1] > now_s - REMEMBERED_S]
+        total_s = sum(s.device_s for t in self._neighbours() for s in t.slots)
+        self._lent = [(t, d) for t, d in self._lent if t > now_s - 10.0] + [(now_s, total_s)]
+        return lost
+
+    def _sample(self, now_s: float, lost: bool) -> RateSample:
+        producer = self._producer()
+        slots = producer.state.slots() if producer is not None else ()
+        if producer is None or slots is None:
+            alive = producer is not None and any(_alive(s.pid) for s in producer.slots)
+            return RateSample(now_s=now_s, alive=alive)
+        producer.slots = slots
+        living = [s for s in slots if _alive(s.pid)]
+        self._dead_slots = sum(1 << s.index for s in slots if s not in living)
+        bursts = []
+        for slot in living:
+            fetched, missed = producer.state.bursts(slot)
+            bursts += [self._marked(b, lost or missed > 0) for b in fetched]
+        return RateSample(
+            now_s=now_s,
+            bursts=tuple(sorted(bursts, key=lambda b: b.ended_s)),
+            bursts_done=sum(s.bursts for s in slots),
+            outstanding=any(s.outstanding for s in living),
+            alive=bool(living),
+            heard_s=now_s,
+        )
+
+    def _marked(self, burst: Burst, lost: bool) -> Burst:
+        touched = lost or any(
+            end > burst.idle_since_s and begin < burst.ended_s
+            for tenant in self._neighbours()
+            for begin, end in tenant.busy
+        )
+        return msgspec.structs.replace(burst, contended=touched)
+
+    # --- acting ------------------------------------------------------------------------------
+
+    def _backstop(self) -> None:
+        if self._freezer is None:
+            return
+        for tenant in self._neighbours():
+            if not tenant.cgroup:
+                continue
+            with contextlib.suppress(AlloyError):
+                if self.state.freeze or tenant.trouble:
+                    self._freezer.freeze(tenant.cgroup)
+                elif tenant.cgroup in self._freezer.frozen:
+                    self._freezer.thaw(tenant.cgroup)
+
+    def _audit(self, before: RateState, sample: RateSample) -> None:
+        """Judge one-second windows against the baseline of before."""
+        from alloy_agent.conformance.baseline import expected_busy_s
+
+        self._window += [(b, expected_busy_s(before.baseline, b)) for b in sample.bursts]
+        if sample.now_s - self._window_s < WINDOW_S:
+            return
+        judged = [(b, e) for b, e in self._window if e is not None and e > 0.0]
+        self._window, self._window_s = [], sample.now_s
+        clean = [b.busy_s / e - 1.0 for b, e in judged if not b.contended]
+        if len(clean) >= 3:
+            self.audit = calibrate(self.audit, (sum(clean) / len(clean),))
+        slowdown = None
+        if judged:
+            slowdown = sum(b.busy_s for b, _ in judged) / sum(e for _, e in judged) - 1.0
+        demand = any(s.waiting or s.outstanding for t in self._neighbours() for s in t.slots)
+        window = Window(
+            slowdown_ratio=slowdown,
+            bursts=len(judged),
+            demand=demand,
+            comparable=sample.comparable,
+        )
+        self.audit = watch(self.audit, window, self.audit_limits)
+
+    def _lent_ratio(self) -> float:
+        if len(self._lent) < 2 or self._lent[-1][0] <= self._lent[0][0]:
+            return 0.0
+        took_s = self._lent[-1][0] - self._lent[0][0]
+        return max(0.0, (self._lent[-1][1] - self._lent[0][1]) / took_s)
+
+    def _status_of(self, tenant: _Tenant) -> TenantStatus:
+        living = [s for s in tenant.slots if _alive(s.pid)]
+        return TenantStatus(
+            name=tenant.name,
+            role=tenant.role,
+            weight=tenant.weight,
+            processes=len(living),
+            launched=sum(s.launched for s in tenant.slots),
+            device_s=sum(s.device_s for s in tenant.slots),
+            waiting=sum(s.waiting for s in living),
+            waited_s=sum(s.waited_s for s in tenant.slots),
+            frozen=self._freezer is not None and tenant.cgroup in self._freezer.frozen,
+            metered=bool(living) and not tenant.trouble,
+            trouble=tenant.trouble,
+        )
+
+
+def _alive(pid: int) -> bool:
+    if not 0 < pid < 1 << 22:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
