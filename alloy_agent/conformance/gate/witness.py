@@ -101,7 +101,7 @@ def symbol_offset(library: Path, symbol: str) -> int:
     try:
         data = library.read_bytes()
         offset = _offset(data, symbol.encode())
-    except (OSError, struct.error, IndexError, ValueError) as exc:
+    except (OSError, struct.error, IndexError, ValueError, OverflowError) as exc:
         raise BackendError(
             f"{library}: {exc}", cure="name the library as the tenant has it"
         ) from exc
