@@ -9,6 +9,7 @@ import pytest
 
 from alloy_agent.backends.amd import AmdBackend
 from alloy_agent.backends.amd.mqd import MQD_BYTES, WORDS_AT
+from alloy_agent.conformance.auditor import pids_of
 from alloy_agent.conformance.checks import Grant, Intent, judge
 from alloy_agent.model import (
     Create,
@@ -46,7 +47,8 @@ def audited(backend: AmdBackend, intent: Intent | None = None) -> tuple[Partitio
         partitions=seen.partitions,
     )
     alone = Fact(subject="node", name="host.owners", value=[], method="this test")
-    return judge(snapshot, (*backend.facts(device), alone), intent)[0]
+    facts = backend.facts(device)
+    return judge(snapshot, (*pids_of(facts), *facts, alone), intent)[0]
 
 
 def judgements(report: PartitionReport) -> dict[str, Judgement]:

@@ -15,10 +15,12 @@ import msgspec
 import pytest
 
 from alloy_agent.backends import BackendSpec, backend_specs, open_backend
+from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.neuron import NeuronBackend
 from alloy_agent.backends.neuron.doctor import version_key
 from alloy_agent.backends.neuron.options import NeuronOptions
 from alloy_agent.config import Settings
+from alloy_agent.conformance.auditor import pids_of
 from alloy_agent.conformance.checks import Grant, Intent, judge
 from alloy_agent.errors import (
     BackendError,
@@ -134,7 +136,8 @@ def audit(
         partitions=seen.partitions,
     )
     owners = Fact(subject="node", name="host.owners", value=[], method="test")
-    reports, _ = judge(snapshot, (*backend.facts(device), owners), intent)
+    facts = backend.facts(device)
+    reports, _ = judge(snapshot, (*pids_of(facts), *facts, owners), intent)
     return {report.partition.id: report for report in reports}
 
 
@@ -503,7 +506,7 @@ def test_killed_at_any_point_the_record_is_old_or_new(tmp_path: Path) -> None:
     assert outcomes == {1, 2}
 
 
-class Sink:
+class Sink(SignalSink):
     """Keeps the last value of each slot."""
 
     def __init__(self) -> None:

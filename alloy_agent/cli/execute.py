@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: Namespace) -> int:
     """Bind the tenant, join the partition and turn into the command."""
+    from alloy_agent.cli.output import note
     from alloy_agent.cli.sources import open_node, require_root
 
     argv = arguments.tail
@@ -51,6 +52,10 @@ def run(arguments: Namespace) -> int:
     with open_node(arguments, write=True) as node:
         document = node.access(arguments.partition, arguments.tenant, os.getpid())
     join(document.access)
+    for line in document.notes:
+        note(line)
+    if document.fence:
+        prove_fenced(document.fence)
     environment = tenant_environment(document.access, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,6 +76,25 @@ def join(access: Access) -> None:
                 f"exec: joining {path}: {exc.strerror or exc}",
                 cure="run 'alloy-agent devices' to see whether the partition still exists",
             ) from exc
+
+
+def prove_fenced(fence: str) -> None:
+    """Judge the device fence from inside, before the command starts.
+
+    Raises:
+        BackendError: This process is not behind it.
+    """
+    from alloy_agent.host.cgroupfs import detect
+    from alloy_agent.host.devicefence import verify_inside
+    from alloy_agent.host.processes import read_process
+
+    this = read_process(os.getpid())
+    problem = verify_inside(detect(), fence, this.cgroups if this else {})
+    if problem:
+        raise BackendError(
+            f"exec: the device fence is not in force: {problem}",
+            cure="look who else moves processes or writes to this devices cgroup",
+        )
 
 
 def tenant_environment(access: Access, environ: Any) -> dict[str, str]:

@@ -36,6 +36,7 @@ from alloy_agent.conformance.checks import (
 )
 from alloy_agent.conformance.collect import HostView
 from alloy_agent.conformance.evidence import EvidenceLog, VerifyReport, verify
+from alloy_agent.conformance.fences import as_told, combined
 from alloy_agent.conformance.recording import Recorder, VerdictStore, chain_fact
 from alloy_agent.errors import AlloyError, BackendError
 from alloy_agent.host import clock
@@ -47,6 +48,7 @@ from alloy_agent.model import (
     Fact,
     Finding,
     Judgement,
+    Partition,
     PartitionId,
     PartitionReport,
     Quality,
@@ -162,11 +164,24 @@ def collect_all(
 ) -> FactBook:
     """Return all facts of a snapshot; what the host itself shows outranks a backend's word."""
     devices = {device.id: device for device in snapshot.devices}
-    facts = [*_pids_of(device_facts), *device_facts, *view.node_facts(), *more]
+    told = [*pids_of(device_facts), *device_facts]
+    facts = [*told, *as_told(told), *view.node_facts(), *more]
     for partition in snapshot.partitions:
         if partition.device in devices:
             facts += view.partition_facts(partition, devices[partition.device])
-    return FactBook(facts)
+    book = FactBook(facts)
+    return book.merged(fence_facts(book, view, snapshot.partitions))
+
+
+def fence_facts(book: FactBook, view: HostView, partitions: Iterable[Partition]) -> list[Fact]:
+    """Return processes and fences of accelerators' partitions, as backend and host show them."""
+    behind = view.tenants()
+    return [
+        fact
+        for partition in partitions
+        if partition.access.device_nodes and not partition.access.cgroup_procs
+        for fact in combined(book, partition.id, behind.get(partition.id))
+    ]
 
 
 def assemble(
@@ -201,7 +216,7 @@ def with_head(result: AuditResult, evidence: EvidenceLog | None) -> AuditResult:
     return msgspec.structs.replace(result, evidence_sequence=head.sequence, evidence_hash=head.hash)
 
 
-def _pids_of(facts: Iterable[Fact]) -> list[Fact]:
+def pids_of(facts: Iterable[Fact]) -> list[Fact]:
     """Return who works in partitions without cgroups, from what their device shows."""
     found = []
     for fact in facts:
@@ -432,8 +447,8 @@ class Auditor:
     def _moved(
         self, view: HostView, old: ProcessInfo | None, new: ProcessInfo | None
     ) -> set[PartitionId]:
-        was = {home.partition.id for home in view.home_of(old)} if old else set()
-        now = {home.partition.id for home in view.home_of(new)} if new else set()
+        was = view.places_of(old) if old else set()
+        now = view.places_of(new) if new else set()
         process = new or old
         if process is not None:
             for partition in was ^ now:
@@ -450,6 +465,8 @@ class Auditor:
         for partition in snapshot.partitions:
             if partition.id in partitions:
                 fresh += view.partition_facts(partition, devices[partition.device])
+        chosen = [p for p in snapshot.partitions if p.id in partitions]
+        fresh += fence_facts(self._book, view, chosen)
         self._book = self._book.merged(fact for fact in fresh if fact is not None)
         reports, judgements = judge(snapshot, self._book, self._sources.intent(), only=partitions)
         changed = {report.partition.id: report for report in reports}

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from alloy_agent.conformance import fences
 from alloy_agent.conformance.checks.base import NODE
 from alloy_agent.conformance.checks.shapes import (
     HierarchyFact,
@@ -35,6 +36,7 @@ from alloy_agent.host.cgroupfs import CgroupFs, CgroupTopology, Hierarchy, detec
 from alloy_agent.host.cgroups import Cgroup
 from alloy_agent.host.clock import boottime_s
 from alloy_agent.host.cpulist import parse_cpu_list
+from alloy_agent.host.devicefence import inside
 from alloy_agent.host.processes import (
     ProcessInfo,
     iter_processes,
@@ -42,7 +44,7 @@ from alloy_agent.host.processes import (
     read_bytes,
     read_process,
 )
-from alloy_agent.model import Device, Fact, Partition, Quality, Snapshot, Value, Vendor
+from alloy_agent.model import Device, Fact, Partition, PartitionId, Quality, Snapshot, Value, Vendor
 
 PROCS = "/cgroup.procs"
 DEEPEST = 8  # levels below a partition's cgroup that are walked for leaves
@@ -92,6 +94,7 @@ class HostView:
         self.topology = detect(proc_root, host_root)
         self.homes = homes(snapshot.partitions, self.topology)
         self.cpus = host_cpus(self.topology, host_root)
+        self._fences = fences.fences_of(snapshot)
         devices = {device.id: device for device in snapshot.devices}
         self.granted = {
             home.partition.id: granted_cpus(home.partition, device, host_root)
@@ -138,6 +141,9 @@ class HostView:
             for label, pids in Cgroup(self.topology, home.path).pids_by_hierarchy().items():
                 for pid in pids:
                     places.setdefault(pid, []).append(f"{label}:{home.partition.id}")
+        for path, tenants in inside(self.topology).items():
+            for pid in tenants:
+                places.setdefault(pid, []).append(path)
         return {
             pid: (_affinities(pid, threads=pid in places), *places.get(pid, ()))
             for pid in list_pids(self._proc_root)
@@ -147,6 +153,27 @@ class HostView:
     def home_of(self, process: ProcessInfo) -> tuple[Home, ...]:
         """Return the partitions in any hierarchy of which a process is; one, if all is well."""
         return tuple(home for home in self.homes if home.place_in(process.cgroups)[0])
+
+    def places_of(self, process: ProcessInfo) -> set[PartitionId]:
+        """Return the partitions that a process is in, or behind whose device fence it is."""
+        found = {home.partition.id for home in self.home_of(process)}
+        fenced = fences.partition_of(process, self._fences, self.topology)
+        return found if fenced is None else {*found, fenced}
+
+    def tenants(self) -> dict[PartitionId, fences.Tenants]:
+        """Return who is behind the device fences that stand, by partition."""
+        behind: dict[PartitionId, list[int]] = {}
+        for pid, process in list(self.processes.items()):
+            fenced = fences.partition_of(process, self._fences, self.topology)
+            if fenced is not None:
+                behind.setdefault(fenced, []).append(pid)
+        return {
+            partition.id: fences.tenants_of(
+                partition, behind[partition.id], self._snapshot, self.topology, self._proc_root
+            )
+            for partition in self._snapshot.partitions
+            if partition.id in behind
+        }
 
     # --- facts --------------------------------------------------------------------------------
 

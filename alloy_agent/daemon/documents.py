@@ -305,7 +305,11 @@ def verdicts_of(result: AuditResult) -> dict[tuple[str, str], str]:
 
 
 class AccessDocument(Value, frozen=True, kw_only=True):
-    """How to be inside of one partition; what `exec` acts on."""
+    """How to be inside of one partition; what `exec` acts on.
+
+    `fence` is the devices cgroup that was made for its tenants ("": none); `notes` say what is not
+    fenced, and whose job it is.
+    """
 
     schema: str = "alloy.access/v1"
     node: str
@@ -313,6 +317,8 @@ class AccessDocument(Value, frozen=True, kw_only=True):
     generation: int
     tenant: TenantId
     access: Access
+    fence: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class DoctorDocument(Value, frozen=True, kw_only=True):

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 KEEP_PERIOD_S = 5.0
+FENCE_PERIOD_S = 5.0
 LEASE_PERIOD_S = 1.0
 SLOW_PERIOD_S = 10.0  # quantiles to the brain
 FRAMES_TAKEN = 40  # of the 64 that a device's page keeps
@@ -507,6 +508,7 @@ class Daemon:
         self._add_loop("observe", self.settings.observe.period_s, self.tick_observe)
         self._add_loop("judge", self._judge_period_s(), self.tick_judge)
         self._add_loop("keep", KEEP_PERIOD_S, self.tick_keep)
+        self._add_loop("fences", FENCE_PERIOD_S, self.node.sweep_fences)
         if self.desk is not None:
             self._add_loop("leases", LEASE_PERIOD_S, self.tick_leases)
         if self.claims is not None and not self.node.degraded:

@@ -294,6 +294,7 @@ class Node:
         """Finish or take back what an earlier process began and did not end."""
         reconciler = self._changer()
         with self._changing:
+            self.sweep_fences()
             return reconciler.recover()
 
     def _changer(self) -> Reconciler:
@@ -318,8 +319,9 @@ class Node:
 
         Raises:
             ConfigError: There is no such partition, or another tenant is in it.
+            BackendError: The kernel refused the fence of its device nodes.
         """
-        from alloy_agent.daemon import documents
+        from alloy_agent.daemon import documents, fencing
         from alloy_agent.planner.names import find_partition
         from alloy_agent.store import Binding
 
@@ -328,6 +330,8 @@ class Node:
             snapshot = self.observe()
             found = find_partition(partition, snapshot.partitions)
             name = _tenant(found, tenant)
+            device = next(d for d in snapshot.devices if d.id == found.device)
+            fence = fencing.fence(found, device, self.tenancy.bindings())
             self.store.bind(
                 Binding(
                     partition=found.id,
@@ -344,7 +348,9 @@ class Node:
             partition=found.id,
             generation=found.generation,
             tenant=name,
-            access=found.access,
+            access=fence.access,
+            fence=fence.path,
+            notes=fence.notes,
         )
 
     def occupied(self) -> frozenset[PartitionId]:
@@ -361,7 +367,18 @@ class Node:
         self._changer()
         with self._changing:
             found = find_partition(partition, self.observe().partitions)
-            return self.store.unbind(found.id, tenant=TenantId(tenant) if tenant else None)
+            gone = self.store.unbind(found.id, tenant=TenantId(tenant) if tenant else None)
+            self.sweep_fences()
+        return gone
+
+    def sweep_fences(self) -> None:
+        """Take away the device fences of tenants that are gone. It can be repeated."""
+        if self._write and not self.degraded:
+            from alloy_agent.daemon import fencing
+
+            with self._changing:
+                self.tenancy.refresh()
+                fencing.sweep(self.tenancy.bindings())
 
     # --- audit and doctor ---
 

@@ -367,6 +367,99 @@ def test_the_chain_is_judged() -> None:
     assert chain(tuple(f for f in facts() if f.name != "evidence.chain")) is Verdict.UNKNOWN
 
 
+def vacant(partition: Partition) -> tuple[Partition, Intent, tuple[Fact, ...]]:
+    """Return a partition that nobody was given, what was meant, and facts that show it empty."""
+    intent = msgspec.structs.replace(
+        INTENT, grants=tuple(g for g in INTENT.grants if g.partition != partition.id)
+    )
+    seen = facts({(partition.id, "partition.pids"): [], (partition.device, "device.clients"): []})
+    seen = tuple(
+        fact
+        if (fact.subject, fact.name) != (partition.id, "cgroup.device_fence")
+        else msgspec.structs.replace(fact, quality=Quality.NOT_SUPPORTED, value=None)
+        for fact in seen
+    )
+    return msgspec.structs.replace(partition, tenant=None), intent, seen
+
+
+FENCED = [(GPU_PIECE, "MIG-03"), (AMD_PIECE, "CPX-03")]
+
+
+@pytest.mark.parametrize(("partition", "check"), FENCED)
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_vacant_partition_has_its_best_tier(
+    partition: Partition, check: str, managed: bool
+) -> None:
+    """With nobody inside the fence is not applicable, and the reason says when it is judged."""
+    idle, intent, seen = vacant(msgspec.structs.replace(partition, managed=managed))
+    report = report_of(idle, seen, intent, with_piece(idle))
+    assert verdict_of(report, check).verdict is Verdict.NOT_APPLICABLE
+    assert report.tier is Tier.HARD
+    assert f"{check}: nobody is inside; judged as soon as a process enters" in report.reason
+
+
+@pytest.mark.parametrize(("partition", "check"), FENCED)
+def test_whoever_is_there_needs_a_proved_fence(partition: Partition, check: str) -> None:
+    """With a grant, a tenant or a process and no evidence the fence is unknown: advisory."""
+    idle, intent, seen = vacant(partition)
+    taken = msgspec.structs.replace(idle, tenant=TenantId("acme"))
+    worked_in = tuple(
+        msgspec.structs.replace(fact, value=[77])
+        if (fact.subject, fact.name) == (partition.id, "partition.pids")
+        else fact
+        for fact in seen
+    )
+    for piece, meant, shown in (
+        (idle, INTENT, seen),
+        (taken, intent, seen),
+        (idle, intent, worked_in),
+    ):
+        report = report_of(piece, shown, meant, with_piece(piece))
+        assert verdict_of(report, check).verdict is Verdict.UNKNOWN
+        assert report.tier is Tier.ADVISORY
+
+
+@pytest.mark.parametrize(("partition", "check"), FENCED)
+def test_an_unreadable_list_of_processes_is_no_vacancy(partition: Partition, check: str) -> None:
+    """Where the processes cannot be listed the fence is unknown, even if one would pass."""
+    idle, intent, seen = vacant(partition)
+    key = (partition.id, "partition.pids")
+    hidden = tuple(f for f in seen if (f.subject, f.name) != key)
+    refused = tuple(
+        msgspec.structs.replace(f, quality=Quality.NOT_PERMITTED)
+        if (f.subject, f.name) == key
+        else f
+        for f in facts()
+    )
+    for shown in (hidden, refused):
+        report = report_of(idle, shown, intent, with_piece(idle))
+        assert verdict_of(report, check).verdict is Verdict.UNKNOWN
+        assert report.tier is Tier.ADVISORY
+
+
+@given(
+    removed=st.sets(st.integers(0, len(facts()) - 1)),
+    how=st.sampled_from(["gone", "not_permitted"]),
+    which=st.sampled_from([GPU_PIECE, AMD_PIECE, NEURON_PIECE]),
+)
+def test_less_evidence_never_raises_the_tier_of_a_vacant_partition(
+    removed: set[int], how: str, which: Partition
+) -> None:
+    """A fact that is gone or refused only ever lowers what a partition without tenant has."""
+    idle, intent, every = vacant(which)
+    snapshot = with_piece(idle)
+    before = report_of(idle, every, intent, snapshot)
+    seen = tuple(
+        f if index not in removed else msgspec.structs.replace(f, quality=Quality.NOT_PERMITTED)
+        for index, f in enumerate(every)
+        if index not in removed or how != "gone"
+    )
+    after = report_of(idle, seen, intent, snapshot)
+    assert TIER_ORDER.index(after.tier) >= TIER_ORDER.index(before.tier)
+    passed = {j.check for j in before.judgements if j.verdict is Verdict.PASS}
+    assert {j.check for j in after.judgements if j.verdict is Verdict.PASS} <= passed
+
+
 @given(removed=st.sets(st.integers(0, len(facts()) - 1)), how=st.sampled_from(["gone", *Quality]))
 def test_less_evidence_never_raises_a_tier(removed: set[int], how: str) -> None:
     """Facts that are absent, stale or not permitted only ever lower tiers and verdicts."""

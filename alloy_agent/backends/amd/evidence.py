@@ -24,7 +24,7 @@ from alloy_agent.backends.amd.ledger import DeviceEntry
 from alloy_agent.backends.amd.masks import parse
 from alloy_agent.backends.amd.modes import memory_domains
 from alloy_agent.backends.amd.pieces import Sight
-from alloy_agent.backends.amd.processes import KfdProcess, comm_of, kfd_processes
+from alloy_agent.backends.amd.processes import KfdProcess, comm_of, kfd_processes, unlisted
 from alloy_agent.errors import ConfigError
 from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
@@ -38,6 +38,7 @@ class Collector:
 
     def __init__(self, files: Files, roots: Roots, now_s: float) -> None:
         self._files, self._roots, self._now_s = files, roots, now_s
+        self._untold = ""  # why nobody can tell who is on the device
         self._found: list[Fact] = []
 
     def collect(
@@ -49,6 +50,7 @@ class Collector:
     ) -> tuple[Fact, ...]:
         """Return all facts of one device and its partitions."""
         processes = kfd_processes(self._files, self._roots)
+        self._untold = unlisted(self._files, self._roots) or _unread(processes)
         self._of_device(sight, device, partitions, processes)
         fences = fence.Fences(self._files, self._roots)
         masks = mqd.read(self._files, self._roots, sight.nodes) if noted.shares else None
@@ -90,7 +92,10 @@ class Collector:
         }
         self._add(device.id, "device.modes", modes, "current_*_partition; requests as noted")
         clients = list(self._clients(sight, partitions, processes))
-        self._add(device.id, "device.clients", clients, f"{self._roots.kfd}/proc")
+        if self._untold:
+            self._absent(device.id, "device.clients", self._untold)
+        else:
+            self._add(device.id, "device.clients", clients, f"{self._roots.kfd}/proc")
         idle: list[Json] = [p.pid for p in processes if p.idle and not p.monitor]
         self._add(device.id, "amd.idle_clients", idle, f"{self._roots.kfd}/proc")
         self._add(device.id, "driver.version", device.driver or "", "/sys/module/amdgpu")
@@ -138,7 +143,10 @@ class Collector:
             for process in inside
         ]
         where = f"{self._roots.kfd}/proc: queues and vram_*"
-        self._add(partition.id, "partition.processes", listed, where)
+        if self._untold:
+            self._absent(partition.id, "partition.processes", self._untold)
+        else:
+            self._add(partition.id, "partition.processes", listed, where)
         own: list[Json] = [n for n in partition.access.device_nodes if n.startswith("/dev/dri/")]
         self._add(partition.id, "partition.own_nodes", own, "drm_render_minor of its KFD node")
         exclusive = partition.share is Share.EXCLUSIVE
@@ -298,6 +306,12 @@ def _slip(environ: dict[str, str], wanted: str) -> str:
     except ConfigError as error:
         return f"HSA_CU_MASK is malformed, so it is ignored: {error.message}"
     return "" if bits == parse(wanted) else f"HSA_CU_MASK is {configured[:80]}, not as granted"
+
+
+def _unread(processes: Sequence[KfdProcess]) -> str:
+    """Return which processes may be anywhere, since what they have cannot be read."""
+    names = [f"{p.pid} ({p.comm or 'unknown'})" for p in processes if p.unread and not p.monitor]
+    return f"what process {', '.join(names[:4])} has on the devices cannot be read" if names else ""
 
 
 def _common(one: str, two: str) -> bool:

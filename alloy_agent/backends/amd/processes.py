@@ -32,6 +32,7 @@ class KfdProcess(Value, frozen=True, kw_only=True):
     queues: dict[int, int] = msgspec.field(default_factory=dict)
     occupancy_cus: dict[int, int] = msgspec.field(default_factory=dict)
     monitor: bool = False  # this agent itself
+    unread: bool = False  # what it has could not be read in full: it may be anywhere
 
     def uses(self, gpu_id: int) -> bool:
         """Whether it has a queue or memory on a node."""
@@ -59,21 +60,39 @@ def kfd_processes(files: Files, roots: Roots, *, queues: bool = True) -> tuple[K
     return tuple(found)
 
 
+def unlisted(files: Files, roots: Roots) -> str:
+    """Return why the processes on KFD cannot be listed; empty when they can."""
+    base = f"{roots.kfd}/proc"
+    try:
+        files.names(base)
+    except OSError as error:
+        return f"{base}: {error.strerror or error}"
+    return ""
+
+
 def _process(files: Files, roots: Roots, base: str, pid: int, *, queues: bool) -> KfdProcess:
-    memory, occupancy = {}, {}
+    memory: dict[int, int] = {}
+    occupancy: dict[int, int] = {}
+    unread = False
     for name in files.names(base):
         kind, _, gpu = name.partition("_")
         if kind == "vram" and gpu.isdecimal():
-            memory[int(gpu)] = files.number(f"{base}/{name}") or 0
+            used = files.number(f"{base}/{name}")
+            unread = unread or used is None
+            memory[int(gpu)] = used or 0
         elif kind == "stats" and gpu.isdecimal() and queues:
             busy = files.number(f"{base}/{name}/cu_occupancy")
             if busy is not None:
                 occupancy[int(gpu)] = busy
     counts: dict[int, int] = {}
-    for queue in files.listed(f"{base}/queues") if queues else ():
+    for queue in _queues(files, base) if queues else ():
         gpu_id = files.number(f"{base}/queues/{queue}/gpuid")
-        if gpu_id is not None:
+        if gpu_id is None:  # the queue ended meanwhile, or is not for us to see
+            unread = unread or files.there(f"{base}/queues/{queue}")
+        else:
             counts[gpu_id] = counts.get(gpu_id, 0) + 1
+    if unread:
+        files.mark(base)  # one that ended meanwhile is left out
     return KfdProcess(
         pid=pid,
         comm=comm_of(files, roots, pid),
@@ -81,7 +100,16 @@ def _process(files: Files, roots: Roots, base: str, pid: int, *, queues: bool) -
         queues=counts,
         occupancy_cus=occupancy,
         monitor=pid == os.getpid(),
+        unread=unread,
     )
+
+
+def _queues(files: Files, base: str) -> list[str]:
+    """Return the queues of a process; a driver that does not show them has no such directory."""
+    try:
+        return sorted(files.names(f"{base}/queues"))
+    except FileNotFoundError:
+        return []
 
 
 def comm_of(files: Files, roots: Roots, pid: int) -> str:

@@ -123,15 +123,9 @@ def _of_device(facts: _Facts, look: Look) -> None:
         for mode in look.device.modes
     }
     facts.add(device, "device.modes", modes, RECORD)
-    if look.scan.unreadable:
-        facts.absent(
-            device,
-            "device.clients",
-            f"descriptors of {look.scan.unreadable} processes are for root only",
-            Quality.NOT_PERMITTED,
-        )
-    elif look.board.rdev is None:
-        facts.absent(device, "device.clients", "the driver does not tell the node's number")
+    untold, quality = _untold(look)
+    if untold:
+        facts.absent(device, "device.clients", untold, quality)
     else:
         facts.add(device, "device.clients", [_client(look, one) for one in look.there], DESCRIPTORS)
     if look.device.driver:
@@ -147,6 +141,16 @@ def _of_device(facts: _Facts, look: Look) -> None:
     }
     facts.add(device, "neuron.sources", sources, "each source's own account")
     _strays(facts, look)
+
+
+def _untold(look: Look) -> tuple[str, Quality]:
+    """Return why nobody can tell who is on the device; "" when the list is whole."""
+    if look.scan.unreadable:
+        reason = f"descriptors of {look.scan.unreadable} processes are for root only"
+        return reason, Quality.NOT_PERMITTED
+    if look.board.rdev is None:
+        return "the driver does not tell the node's number", Quality.NOT_SUPPORTED
+    return "", Quality.VALUE
 
 
 def _client(look: Look, one: Occupant) -> Json:
@@ -202,7 +206,11 @@ def _of_partition(
     ident = partition.id
     facts.add(ident, "partition.exists", True, RECORD)
     processes: list[Json] = [_process(look, one) for one in inside]
-    facts.add(ident, "partition.processes", processes, DESCRIPTORS)
+    untold, quality = _untold(look)
+    if untold:
+        facts.absent(ident, "partition.processes", untold, quality)
+    else:
+        facts.add(ident, "partition.processes", processes, DESCRIPTORS)
     own: list[Json] = list(_own_nodes(look, partition))
     facts.add(ident, "partition.own_nodes", own, RECORD)
     _memory(facts, look, partition)

@@ -17,6 +17,7 @@ from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
 GEOMETRY: Final = "nvmlDeviceGetGpuInstances, nvmlGpuInstanceGetInfo"
 PROCESSES: Final = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
+UNTOLD: Final = "this driver does not tell which processes compute on the GPU"
 FENCE: Final = "/proc/<pid>: cgroup, device rules, /dev, capabilities"
 # Oldest driver that knows the architecture's MIG. Source: MIG User Guide, "Supported GPUs".
 FLOORS: Final[dict[int, str]] = {7: "450.80.02", 9: "525.53", 10: "570.133.20"}
@@ -83,14 +84,18 @@ class Reading(NamedTuple):
 def collect(reading: Reading) -> tuple[Fact, ...]:
     """Return all facts of one GPU and its partitions."""
     facts = Facts()
-    processes = reading.gpu.processes()
+    told = reading.gpu.told_processes()
+    processes = told or ()
     places = _places(processes, reading)
     _device_facts(facts, reading)
-    _clients_fact(facts, reading, places)
+    if told is None:
+        facts.absent(reading.gpu.id, "device.clients", UNTOLD, PROCESSES)
+    else:
+        _clients_fact(facts, reading, places)
     for partition in reading.partitions:
         inside = [process for process in processes if places[process[0]] == partition.id]
         piece = next((p for p in reading.pieces if piece_id(reading.gpu, p) == partition.id), None)
-        _partition_facts(facts, partition, inside, reading.proc)
+        _partition_facts(facts, partition, None if told is None else inside, reading.proc)
         if partition.share is Share.EXCLUSIVE:
             _memory_fact(facts, partition, piece, inside)
         else:
@@ -218,8 +223,12 @@ def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> Non
     facts.add(reading.gpu.id, "device.clients", clients, PROCESSES)
 
 
-def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], proc: Path) -> None:
+def _partition_facts(
+    facts: Facts, partition: Partition, told: list[Process] | None, proc: Path
+) -> None:
+    """Add what is seen of a partition; `told` None: the driver does not list its processes."""
     facts.add(partition.id, "partition.exists", True, GEOMETRY)
+    inside = told or []
     processes: list[Json] = [
         {
             "pid": pid,
@@ -229,7 +238,10 @@ def _partition_facts(facts: Facts, partition: Partition, inside: list[Process], 
         }
         for pid, _, used in inside
     ]
-    facts.add(partition.id, "partition.processes", processes, PROCESSES)
+    if told is None:
+        facts.absent(partition.id, "partition.processes", UNTOLD, PROCESSES)
+    else:
+        facts.add(partition.id, "partition.processes", processes, PROCESSES)
     own: list[Json] = list(own_nodes(partition))
     if own or partition.share is not Share.EXCLUSIVE:
         facts.add(partition.id, "partition.own_nodes", own, "mig-minors")

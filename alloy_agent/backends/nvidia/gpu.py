@@ -217,11 +217,20 @@ class Gpu:
 
     def processes(self, handle: Any = None) -> tuple[tuple[int, int | None, int | None], ...]:
         """Return `(pid, GPU instance or None, bytes or None)` of each process on the GPU."""
+        return self.told_processes(handle) or ()
+
+    def told_processes(
+        self, handle: Any = None
+    ) -> tuple[tuple[int, int | None, int | None], ...] | None:
+        """Return the processes on the GPU; None: the driver does not tell who computes on it."""
         found: dict[int, tuple[int, int | None, int | None]] = {}
+        told = False
         for kind in ("Compute", "Graphics", "MPSCompute"):
             name = f"nvmlDeviceGet{kind}RunningProcesses"
             with contextlib.suppress(_AbsentError):
-                for process in self._running(name, handle or self.handle()):
+                running = self._running(name, handle or self.handle())
+                told = told or kind == "Compute"
+                for process in running:
                     instance = int(process.gpuInstanceId)
                     used = process.usedGpuMemory
                     found[int(process.pid)] = (
@@ -229,7 +238,7 @@ class Gpu:
                         None if instance == WHOLE else instance,
                         None if used is None else int(used),
                     )
-        return tuple(found[pid] for pid in sorted(found))
+        return tuple(found[pid] for pid in sorted(found)) if told else None
 
     def _running(self, name: str, handle: Any) -> list[Any]:
         for version in ("", "_v2"):

@@ -3,7 +3,9 @@
 A check is data and one pure function. It declares the facts it needs; where one is absent,
 unreadable or of another shape, the verdict is UNKNOWN before the function is asked. Whether a
 check applies depends on the partition, the device and what was intended, never on facts, so that
-a fact which is missing can only ever lower a tier.
+a fact which is missing can only ever lower a tier. The one exception is a claim about a tenant:
+it is NOT_APPLICABLE where nobody was given the partition and the list of its processes was read
+and is empty. A list that is missing is no such list, and makes the verdict UNKNOWN.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ T = TypeVar("T")
 
 NODE = "node"  # subject of facts and judgements about the whole node
 SHOWN = 8  # how many offenders a judgement names before it counts the rest
+
+# why a claim about a tenant says nothing yet
+VACANT = "nobody is inside; judged as soon as a process enters"
 
 HARD = (Tier.HARD,)
 ENFORCED = (Tier.HARD, Tier.ENFORCED)
@@ -79,6 +84,10 @@ class Need(Value, frozen=True, kw_only=True):
     of: str = "partition"  # "partition", "device" or "node"
 
 
+# who works in the partition, asked before a claim about its tenant
+INSIDE = Need(name="partition.pids", shape=tuple[int, ...])
+
+
 class Case(Value, frozen=True, kw_only=True):
     """Everything that one check may look at. `values` holds the needed facts, decoded."""
 
@@ -106,9 +115,9 @@ class Check(Value, frozen=True, kw_only=True):
     """One claim about a partition.
 
     `exempt` returns why the claim says nothing here, from the partition and the intent alone (""
-    if it does). `supports` are the tiers that the claim is evidence for; `required_for` those
-    that do not hold without it. `method` and `resolution` say how it looks where its facts do not
-    say so themselves.
+    if it does). `about_tenant` claims say nothing while the partition is vacant. `supports` are
+    the tiers that the claim is evidence for; `required_for` those that do not hold without it.
+    `method` and `resolution` say how it looks where its facts do not say so themselves.
     """
 
     id: str
@@ -117,6 +126,7 @@ class Check(Value, frozen=True, kw_only=True):
     judge: Callable[[Case], Outcome]
     needs: tuple[Need, ...] = ()
     exempt: Callable[[Case], str] | None = None
+    about_tenant: bool = False
     supports: tuple[Tier, ...] = ANY_IN_FORCE
     required_for: tuple[Tier, ...] = ANY_IN_FORCE
     proves: bool = True
@@ -157,7 +167,8 @@ def run(check: Check, case: Case, book: FactBook) -> Judgement:
     }
     values: dict[str, Any] = {}
     used: list[Fact] = []
-    for need in check.needs:
+    asks_who = check.about_tenant and not _given(case)
+    for need in (INSIDE, *check.needs) if asks_who else check.needs:
         fact = book.find(subjects[need.of], need.name)
         problem = _absence(need, fact)
         if fact is None or problem:
@@ -168,8 +179,18 @@ def run(check: Check, case: Case, book: FactBook) -> Judgement:
             reason = f"fact {need.name} makes no sense: {exc}"
             return _judgement(check, case, used, Outcome(verdict=Verdict.UNKNOWN, reason=reason))
         used.append(fact)
+        if need is INSIDE and not values[need.name]:
+            return _judgement(check, case, used, not_applicable(VACANT))
     outcome = check.judge(msgspec.structs.replace(case, values=values))
     return _judgement(check, case, used, outcome)
+
+
+def _given(case: Case) -> bool:
+    """Whether anybody was given the partition, at whatever generation."""
+    ident = case.partition.id
+    return case.partition.tenant is not None or any(
+        grant.partition == ident for grant in case.intent.grants
+    )
 
 
 def _absence(need: Need, fact: Fact | None) -> str:

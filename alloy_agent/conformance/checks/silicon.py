@@ -77,17 +77,6 @@ def _exclusive(partition: Partition, device: Device) -> bool:
     return device.vendor is not Vendor.CPU and partition.share is Share.EXCLUSIVE
 
 
-def _idle(case: Case) -> str:
-    """Return why there is no tenant to fence; of partitions that others made we cannot know."""
-    given = any(
-        g.partition == case.partition.id and g.generation == case.partition.generation
-        for g in case.intent.grants
-    )
-    if given or not case.partition.managed:
-        return ""
-    return "no tenant was given this partition"
-
-
 def _no_cap(case: Case) -> str:
     return "no memory cap was granted" if case.partition.memory_bytes is None else ""
 
@@ -280,7 +269,7 @@ CHECKS: tuple[Check, ...] = (
         applies=_mig,
         needs=FENCE,
         judge=_fence,
-        exempt=_idle,
+        about_tenant=True,
         supports=ENFORCED,
         required_for=ENFORCED,
     ),
@@ -308,7 +297,7 @@ CHECKS: tuple[Check, ...] = (
         applies=_amd_modes,
         needs=(AMD,),
         judge=_process_isolation,
-        exempt=_idle,
+        about_tenant=True,
         supports=ENFORCED,
         required_for=(),
     ),
@@ -318,7 +307,7 @@ CHECKS: tuple[Check, ...] = (
         applies=_amd,
         needs=FENCE,
         judge=_fence,
-        exempt=_idle,
+        about_tenant=True,
         supports=ENFORCED,
         required_for=ENFORCED,
     ),
@@ -347,7 +336,7 @@ CHECKS: tuple[Check, ...] = (
         applies=_neuron,
         needs=FENCE,
         judge=_fence,
-        exempt=_idle,
+        about_tenant=True,
         supports=ENFORCED,
         required_for=ENFORCED,
     ),
@@ -357,7 +346,7 @@ CHECKS: tuple[Check, ...] = (
         applies=_whole_gpu,
         needs=FENCE,
         judge=_fence,
-        exempt=_idle,
+        about_tenant=True,
         supports=ENFORCED,
         required_for=ENFORCED,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from alloy_agent.conformance.checks.base import Check
+from alloy_agent.conformance.checks.base import VACANT, Check
 from alloy_agent.model import (
     TIER_ORDER,
     Device,
@@ -95,10 +95,16 @@ def tier_of(
         broken = [j for j in held if j.verdict in {Verdict.FAIL, Verdict.UNKNOWN}]
         proofs = [j for j in held if j.verdict is Verdict.PASS and j.check in proving]
         if not broken and proofs:
-            return tier, obstacle or f"{BEST}{limit.reason}"
+            return tier, (obstacle or f"{BEST}{limit.reason}") + _later(held)
         if not obstacle:
             obstacle = f"not {tier.value}: {_why(broken)}"
     return Tier.ADVISORY, obstacle or f"nothing is in force: {limit.reason}"
+
+
+def _later(held: Sequence[Judgement]) -> str:
+    """Return what of a tier is judged only when a tenant enters; "" where nothing waits."""
+    waiting = sorted(j.check for j in held if j.reason == VACANT)
+    return f"; {', '.join(waiting)}: {VACANT}" if waiting else ""
 
 
 def _why(broken: Sequence[Judgement]) -> str:
