@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from alloy_agent.model import Value
+from alloy_agent.model import Snapshot, Value
 from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.telemetry.drains import Drained
 
@@ -22,8 +23,12 @@ class DrainDocument(Value, frozen=True, kw_only=True):
     drain: Drained | None
 
 
-def drain_reply(telemetry: Telemetry, command: pb.BrainMessage) -> pb.Reply:
+def drain_reply(
+    telemetry: Telemetry, command: pb.BrainMessage, look: Callable[[], Snapshot]
+) -> pb.Reply:
     """Return the answer to a drain or undrain, after it was done.
+
+    What a drain reaches is what `look` finds now, not what was seen a while ago.
 
     Raises:
         ConfigError: There is nothing of that name.
@@ -32,7 +37,7 @@ def drain_reply(telemetry: Telemetry, command: pb.BrainMessage) -> pb.Reply:
     if command.WhichOneof("body") == "drain":
         wish = command.drain
         document = DrainDocument(
-            drained=True, drain=telemetry.drain(wish.subject, wish.session, wish.reason)
+            drained=True, drain=telemetry.drain(wish.subject, wish.session, wish.reason, look())
         )
     else:
         back = command.undrain

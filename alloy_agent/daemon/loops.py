@@ -456,7 +456,7 @@ class Daemon:
         if kind in ("drain", "undrain") and self.telemetry is not None:
             from alloy_agent.daemon.draining import drain_reply
 
-            return drain_reply(self.telemetry, command)
+            return drain_reply(self.telemetry, command, self.observe)
         if self.desk is None:
             from alloy_agent.proto.failures import unknown_command_reply
 

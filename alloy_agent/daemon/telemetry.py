@@ -60,7 +60,7 @@ MARGIN: Final = "alloy_device_temperature_headroom_celsius"
 HEADROOM: Final = "alloy_partition_headroom_p95_ratio"
 HEADROOM_EVERY_S: Final = 2.0
 SAVE_EVERY_S: Final = 5.0
-SLOW_EVERY_S: Final = 10.0
+FRAMES_HZ: Final = 10.0  # windows and accounts need no more, however fast is sampled
 META: Final = "health"
 REQUIRED: Final = {  # of the freshness gate, where the source has them
     Scope.DEVICE: ("alloy_device_memory_used_bytes", MARGIN),
@@ -396,7 +396,9 @@ class Telemetry:
     def _take(self, worker: Worker, snapshot: Snapshot) -> None:
         """Put the new frames of a worker's devices into windows and accounts."""
         restarts = worker.state().restarts
-        period_s = 1.0 / max(worker.sampler().rate_hz, 0.1)
+        rate_hz = max(worker.sampler().rate_hz, 0.1)
+        every = max(1, int(rate_hz / FRAMES_HZ))
+        period_s = every / rate_hz
         for device in snapshot.devices:
             if device.backend != worker.name:
                 continue
@@ -407,8 +409,10 @@ class Telemetry:
             if not frames:
                 continue
             self._cursor[device.id] = ((restarts, epoch), frames[-1].number + 1)
-            page = self._page(device, specs, (restarts, epoch), snapshot)
-            self._frames(device, page, frames, period_s)
+            chosen = tuple(frame for frame in frames if frame.number % every == 0)
+            if chosen:
+                page = self._page(device, specs, (restarts, epoch), snapshot)
+                self._frames(device, page, chosen, period_s)
 
     def _page(
         self,
@@ -777,7 +781,7 @@ class Telemetry:
             subjects += [str(p.id) for p in snapshot.partitions]
             return frozenset(s for s in subjects if drains.why(self.drains, s, snapshot))
 
-    def drain(self, subject: str, session: str, reason: str) -> drains.Drained:
+    def drain(self, subject: str, session: str, reason: str, snapshot: Snapshot) -> drains.Drained:
         """Take nothing new on a subject; returns what that reaches.
 
         Raises:
@@ -785,7 +789,7 @@ class Telemetry:
             StaleTokenError: Another session has drained it.
         """
         with self._lock:
-            snapshot = self._seen()
+            self._snapshot = snapshot
             before = self.drains
             self.drains, drained = drains.drained(
                 before, subject, session, reason, snapshot, clock.boottime_s()
