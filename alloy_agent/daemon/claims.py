@@ -78,7 +78,14 @@ class Claims:
             LOG.error("no_claims", extra={"reason": node.degraded})
             self.driver.plugin.attach(_Degraded(node.degraded))
             return
-        self.driver.attach(ClaimedNode(self._daemon), node.store)
+        self.driver.attach(ClaimedNode(self._daemon), node.store, self._refuse)
+
+    def _refuse(self) -> str:
+        """Return why no new claim is taken: a drain of the node, which outlives a restart."""
+        telemetry = self._daemon.telemetry
+        held = () if telemetry is None else telemetry.drains
+        whole = next((one for one in held if one.scope is Scope.NODE), None)
+        return "" if whole is None else f"the node is drained: {whole.reason}"
 
     def stop(self) -> None:
         """Unregister."""

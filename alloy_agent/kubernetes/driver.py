@@ -118,8 +118,16 @@ class KubernetesDriver:
         """
         self.plugin.start()
 
-    def attach(self, node: NodeLike, books: ClaimBooks) -> None:
-        """Take the node over: bring records to a clear state, answer calls, publish."""
+    def attach(
+        self, node: NodeLike, books: ClaimBooks, refuse: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Take the node over: bring records to a clear state, answer calls, publish.
+
+        Args:
+            node: The node.
+            books: The store.
+            refuse: Says why no new claim is taken, also before the first tick.
+        """
         settings = self.settings
         preparer = Preparer(
             settings.driver,
@@ -127,7 +135,7 @@ class KubernetesDriver:
             Hardware(node, self.node, settings.shares),
             CdiDirectory(Path(settings.cdi_dir), settings.driver),
             self.api,
-            lambda: self._draining,
+            lambda: self._draining or refuse(),
         )
         self.preparer = preparer
 
