@@ -254,6 +254,7 @@ class KubernetesSettings(Value, frozen=True, kw_only=True):
     Without `api_server` it is found as a pod finds it. `instance` is the UID of the agent's pod,
     for updates with two agents beside each other. `shares` opportunistic shares are offered on each
     device beside a production one. `evict_on_loss` ends the pods on a device that was lost.
+    `node_condition` also tells of unhealthy devices on the node, which needs a right more.
     """
 
     enabled: bool = False
@@ -270,6 +271,7 @@ class KubernetesSettings(Value, frozen=True, kw_only=True):
     vendors: tuple[Vendor, ...] = (Vendor.NVIDIA, Vendor.AMD, Vendor.NEURON)
     shares: Annotated[int, Meta(ge=0, le=8)] = 0
     evict_on_loss: bool = False
+    node_condition: bool = False
     api_server: str | None = None
     ca_file: FilePath | None = None
     token_file: FilePath | None = None

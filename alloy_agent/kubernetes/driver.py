@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from alloy_agent.errors import AlloyError, ConfigError
-from alloy_agent.kubernetes import slices
+from alloy_agent.kubernetes import conditions, slices
 from alloy_agent.kubernetes.api import ApiAccess, ApiClient, in_cluster
 from alloy_agent.kubernetes.cdi import CdiDirectory
 from alloy_agent.kubernetes.claims import ClaimRef
@@ -53,6 +53,7 @@ LOG = logging.getLogger(__name__)
 
 OWNERS_PERIOD_S: Final = 30.0
 RECONCILE_PERIOD_S: Final = 60.0
+HOUSE_PERIOD_S: Final = 2.0
 CALL_S: Final = 40.0
 
 
@@ -102,10 +103,11 @@ class KubernetesDriver:
         self.preparer: Preparer | None = None
         self._find_owners = find_owners
         self._owners_s = -OWNERS_PERIOD_S
-        self._reconciled_s = time.monotonic()
         self._known: dict[DeviceId, tuple[Device, tuple[Partition, ...]]] = {}
         self._published: object = None
         self._draining = ""
+        self._sick: dict[str, str] | None = None  # None: the node was not seen yet
+        self._told: conditions.Told | None = None
         self._stop = threading.Event()
 
     # --- life ---
@@ -148,6 +150,7 @@ class KubernetesDriver:
             self._own_slices()
 
         threading.Thread(target=recover, name="dra-recover", daemon=True).start()
+        threading.Thread(target=self._keep_house, name="dra-house", daemon=True).start()
         self.publisher.start()
 
     def _own_slices(self) -> None:
@@ -189,7 +192,7 @@ class KubernetesDriver:
     # --- the tick ---
 
     def tick(self, now: Now) -> None:
-        """Publish what there is now, tell the kubelet of health, release what nobody has."""
+        """Publish what there is and tell the kubelet of health; the API server is not waited for."""
         self._draining = "the node is drained" if "" in now.draining else ""
         moment_s = time.monotonic()
         if moment_s - self._owners_s >= OWNERS_PERIOD_S:
@@ -209,9 +212,36 @@ class KubernetesDriver:
                 for offer in pool.offers
             )
         )
-        if self.preparer is not None and moment_s - self._reconciled_s >= RECONCILE_PERIOD_S:
-            self._reconciled_s = moment_s
-            self.preparer.reconcile(moment_s + CALL_S)
+        self._sick = {str(pool.device.id): sick for pool, _, _, sick in pools if sick}
+
+    def _keep_house(self) -> None:
+        """Release what nobody has and tell the node's condition, off the loops: both may wait."""
+        due_s = time.monotonic() + RECONCILE_PERIOD_S
+        while not self._stop.wait(HOUSE_PERIOD_S):
+            try:
+                if self.preparer is not None and time.monotonic() >= due_s:
+                    due_s = time.monotonic() + RECONCILE_PERIOD_S
+                    self.preparer.reconcile(time.monotonic() + CALL_S)
+                if self.settings.node_condition:
+                    self.tell_condition()
+            except AlloyError as exc:
+                LOG.warning("house_not_kept", extra={"reason": str(exc)})
+            except Exception:
+                LOG.exception("house_defect")
+
+    def tell_condition(self) -> None:
+        """Write the node's condition where it is due.
+
+        Raises:
+            AlloyError: The API server refused; it is tried again.
+        """
+        if self._sick is None:
+            return
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        due = conditions.condition_of(self._sick, self._told, time.monotonic(), now)
+        if due is not None:
+            self.api.node_condition(self.node, due[0])
+            self._told = due[1]
 
     def _look_for_owners(self) -> None:
         owned = self._find_owners()

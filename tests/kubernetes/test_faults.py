@@ -256,6 +256,43 @@ def test_pods_are_ended_on_a_lost_device_only_by_policy(root: Path, server: Fake
             assert effects == {effect}
 
 
+def test_the_nodes_condition_turns_and_others_stay(root: Path, server: FakeApiServer) -> None:
+    """True with the reason while a device is sick, False after; other writers' types untouched."""
+    node = server.objects["/api/v1/nodes/node-a"]
+    node["status"] = {"conditions": [{"type": "KernelDeadlock", "status": "False"}]}
+    with Driven(root, server, node_condition=True) as driven:
+        driven.driver.tell_condition()
+
+        def found() -> dict[str, tuple[str, str]]:
+            conditions = server.objects["/api/v1/nodes/node-a"]["status"]["conditions"]
+            return {c["type"]: (c["status"], c.get("message", "")) for c in conditions}
+
+        assert list(found()) == ["KernelDeadlock"], "nothing is told before the node was seen"
+        device = driven.world.hardware.observe().devices[0]
+        for sick, status in (({str(device.id): "xid:79"}, "True"), ({}, "False")):
+            driven.tick(sick=sick)
+            driven.driver._told = None  # what the house-keeper may have told meanwhile
+            driven.driver.tell_condition()
+            assert found()["AlloyAcceleratorUnhealthy"][0] == status
+        assert found()["KernelDeadlock"] == ("False", "")
+
+
+def test_a_silent_server_does_not_hold_the_loops(root: Path, server: FakeApiServer) -> None:
+    """With the API server gone a tick returns at once, and what is prepared is still answered."""
+    with Driven(root, server) as driven:
+        pool = sorted(driven.tick())[0]
+        preparer = driven.driver.preparer
+        assert preparer is not None
+        claim = ref(allocate(server, "a", pool, MIG))
+        answer = preparer.prepare(claim, soon())
+        server.fail.extend([("", 0)] * 1000)
+        begun = time.monotonic()
+        driven.driver.tick(Now(snapshot=driven.world.hardware.observe(), sick={pool: "x"}))
+        assert time.monotonic() - begun < 10
+        assert preparer.prepare(claim, soon(20)) == answer
+        server.fail.clear()
+
+
 def test_a_drain_taints_refuses_waits_and_is_taken_back(driven: Driven) -> None:
     """Node drained: all tainted, new claims refused, old ones still answered and released."""
     before = driven.tick()
