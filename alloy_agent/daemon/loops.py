@@ -237,6 +237,7 @@ class Daemon:
         self._start_loops(stack)
         if self.claims is not None:
             self.claims.attach()
+            stack.callback(self.claims.stop)  # first of all: calls in hand still need the rooms
 
     def _start_claims(self, stack: contextlib.ExitStack) -> None:
         """Let a kubelet find the agent before devices are opened: its calls wait meanwhile."""

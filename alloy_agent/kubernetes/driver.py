@@ -169,7 +169,7 @@ class KubernetesDriver:
         """Unregister, let calls end. Slices stay: the kubelet removes them if nobody comes back."""
         self._stop.set()
         self.plugin.stop()
-        self.publisher.stop()
+        self.publisher.stop()  # harmless when it never began
 
     # --- what happens ---
 
@@ -192,7 +192,7 @@ class KubernetesDriver:
     # --- the tick ---
 
     def tick(self, now: Now) -> None:
-        """Publish what there is and tell the kubelet of health; the API server is not waited for."""
+        """Publish what there is, tell the kubelet of health; the API server is not waited for."""
         self._draining = "the node is drained" if "" in now.draining else ""
         moment_s = time.monotonic()
         if moment_s - self._owners_s >= OWNERS_PERIOD_S:

@@ -94,7 +94,8 @@ class Publisher:
         """End; the slices stay, for the agent that comes next."""
         self._stop.set()
         self._wake.set()
-        self._threads[0].join(10)
+        if self._threads[0].ident is not None:
+            self._threads[0].join(10)
 
     def want(self, specs: Specs) -> None:
         """Take over what should be published: specs by pool, made for the options in force."""
