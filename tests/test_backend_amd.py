@@ -18,6 +18,7 @@ from alloy_agent.backends.amd import AmdBackend
 from alloy_agent.backends.amd.files import Files, Roots
 from alloy_agent.backends.amd.modes import compatible, read_modes
 from alloy_agent.backends.amd.topology import read_topology
+from alloy_agent.backends.base import SignalSink
 from alloy_agent.config import AmdSettings, BackendSettings, Settings
 from alloy_agent.errors import (
     BackendError,
@@ -69,7 +70,7 @@ def sampled(
     specs = backend.signal_specs(device)
     slots: dict[int, tuple[float, Quality]] = {}
 
-    class Sink:
+    class Sink(SignalSink):
         def put(
             self,
             slot: int,
@@ -713,8 +714,8 @@ def test_a_sample_costs_little(tmp_path: Path) -> None:
         sink_specs = backend.signal_specs(device)
         tree.files.opened.clear()
 
-        class Sink:
-            def put(self, *_values: object) -> None:
+        class Sink(SignalSink):
+            def put(self, *_values: object, **_named: object) -> None:
                 return
 
         backend.sample(device, Sink())

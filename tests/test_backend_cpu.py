@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alloy_agent.backends.base import Backend
+from alloy_agent.backends.base import Backend, SignalSink
 from alloy_agent.backends.cpu import CpuBackend
 from alloy_agent.backends.cpu.pieces import parse_name, run_of
 from alloy_agent.backends.cpu.topology import read_nodes
@@ -97,7 +97,7 @@ def facts_of(backend: CpuBackend, subject: str, device: DeviceId = NODE1) -> dic
     return {f.name: f.value for f in backend.facts(device) if f.subject == subject}
 
 
-class Slots:
+class Slots(SignalSink):
     """A sink that keeps what it was given."""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from alloy_agent.backends import BackendSpec, backend_specs, open_backend
+from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.fake import FakeBackend
 from alloy_agent.config import Settings
 from alloy_agent.errors import BackendError, ConfigError, DeviceBusyError
@@ -30,7 +31,7 @@ from alloy_agent.silicon.refusals import SimulatedCrash
 from alloy_agent.silicon.state import Client, Fault, SignalScript
 
 
-class Sink:
+class Sink(SignalSink):
     """Keeps the last value of each slot."""
 
     def __init__(self) -> None:

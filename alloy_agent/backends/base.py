@@ -24,6 +24,7 @@ Rules that stay true in every backend:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -52,6 +53,26 @@ class SignalSink(Protocol):
     ) -> None:
         """Store one value; `source_time_s` is boot time, None if the source has no clock."""
         ...
+
+    def put_many(
+        self,
+        first: int,
+        values: Sequence[float],
+        quality: Quality = Quality.VALUE,
+        source_time_s: float | Sequence[float] | None = None,
+    ) -> None:
+        """Store the values of consecutive slots from `first` on, as `put` would each of them.
+
+        Source times are one for all, or one for each, NaN where the source has no clock. One call
+        costs a few times one `put`, and least with an `array("d")`.
+        """
+        times_s = source_time_s
+        if times_s is None or isinstance(times_s, (int, float)):
+            for slot, value in enumerate(values, first):
+                self.put(slot, value, quality, times_s)
+            return
+        for slot, (value, time_s) in enumerate(zip(values, times_s, strict=True), first):
+            self.put(slot, value, quality, None if math.isnan(time_s) else time_s)
 
 
 @runtime_checkable

@@ -34,8 +34,8 @@ import fcntl
 import math
 import mmap
 import os
-import struct
 import zlib
+from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -43,6 +43,8 @@ import msgspec
 from alloy_agent.model import Quality, Signal, Value
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from alloy_agent.model import SignalSpec
 
 MAGIC: Final = 0x31676E6972796F6C  # "loyring1"
@@ -96,9 +98,10 @@ def _body_bytes(slots: int) -> int:
 class PageWriter:
     """The worker's side of a page, and the sink that `sample` fills. One writer at a time.
 
-    `put` only stores into lists, which costs a third of storing into the shared memory; `commit`
-    packs them. Whether a source has renewed is looked at in `commit` too, and on most fast ticks
-    not at all: see `_examined`.
+    The columns of the next frame live in one array of the process, laid out as in the page, so
+    that `put_many` is a copy for each column and `commit` one checksum and one copy. Whether a
+    source has renewed is looked at in `commit` too, and on most fast ticks not at all: see
+    `_examined`.
     """
 
     def __init__(self, slots: int, epoch: int, frames: int = FRAMES) -> None:
@@ -118,28 +121,22 @@ class PageWriter:
         self._floats = self._bytes.cast("d")
         for place, word in enumerate((MAGIC, VERSION, epoch, slots, frames, self.stride, 0, 0)):
             self._words[place] = word
-        self._values = [NAN] * slots
-        self._sources = [NAN] * slots
-        self._reads = [NAN] * slots
-        self._qualities = bytearray([NEVER]) * slots
-        self._staging = bytearray(body)
-        self._pack = struct.Struct(f"={slots}d").pack_into
-        self._pack(self._staging, slots * 8, *self._sources)
-        columns = memoryview(self._staging)
-        self._refresh = columns[slots * 24 : slots * 32].cast("d")
-        for slot in range(slots):
-            self._refresh[slot] = NAN
-        self._quality_column = columns[slots * 32 : slots * 33]
+        self._columns = array("d", [NAN]) * (body // 8)
+        self._staging = memoryview(self._columns).cast("B")
+        self._qualities = self._staging[slots * 32 :]
+        self._qualities[:] = bytes([NEVER]) * slots + bytes(body - slots * 33)
+        self._sources_at, self._reads_at = slots, slots * 2
+        self._refresh_at, self._value_bytes = slots * 3, slots * 8
         self._keys = [NAN] * slots  # what each source said when it was last looked at
+        self._seen = bytes(slots * 16)  # values and source times when they were last looked at
         self._renewed = [NAN] * slots  # when it was first seen to say that
         self._looked_number = -1
         self._looked_s = 0.0
-        self._clocked = False
         self._head = 0
         self.now_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """Start a tick at `now_s`; what `put` stores carries this read time."""
+        """Start a tick at `now_s`; what is put carries this read time."""
         self.now_s = now_s
 
     def put(
@@ -150,17 +147,55 @@ class PageWriter:
         source_time_s: float | None = None,
     ) -> None:
         """Store one value of this tick."""
+        columns = self._columns
         if quality is VALUE:
-            self._values[slot] = value
+            columns[slot] = value
             self._qualities[slot] = 0
             if source_time_s is not None:
-                self._sources[slot] = source_time_s
-                self._clocked = True
+                columns[self._sources_at + slot] = source_time_s
         else:
             self._qualities[slot] = CODES[quality]
             if quality is not Quality.STALE:
-                self._values[slot] = NAN
-        self._reads[slot] = self.now_s
+                columns[slot] = NAN
+        columns[self._reads_at + slot] = self.now_s
+
+    def put_many(
+        self,
+        first: int,
+        values: Sequence[float],
+        quality: Quality = Quality.VALUE,
+        source_time_s: float | Sequence[float] | None = None,
+    ) -> None:
+        """Store the values of consecutive slots, all of one quality.
+
+        Raises:
+            IndexError: The slots are not all of this page.
+            ValueError: There are not as many source times as values.
+        """
+        count = len(values)
+        end = first + count
+        if first < 0 or end > self.slots:
+            raise IndexError(f"slots {first} to {end} of a page of {self.slots}")
+        columns = self._columns
+        if quality is VALUE:
+            columns[first:end] = values if type(values) is array else array("d", values)
+            self._qualities[first:end] = bytes(count)
+            if source_time_s is not None:
+                self._put_sources(first, count, source_time_s)
+        else:
+            self._qualities[first:end] = bytes((CODES[quality],)) * count
+            if quality is not Quality.STALE:
+                columns[first:end] = array("d", (NAN,)) * count
+        at = self._reads_at + first
+        columns[at : at + count] = array("d", (self.now_s,)) * count
+
+    def _put_sources(self, first: int, count: int, times_s: float | Sequence[float]) -> None:
+        if isinstance(times_s, (int, float)):
+            times_s = array("d", (times_s,)) * count
+        elif len(times_s) != count:
+            raise ValueError(f"{len(times_s)} source times for {count} values")
+        at = self._sources_at + first
+        self._columns[at : at + count] = times_s if type(times_s) is array else array("d", times_s)
 
     def _examined(self, number: int) -> None:
         """Look which sources have renewed, on ticks that are for it.
@@ -174,48 +209,44 @@ class PageWriter:
             return
         consecutive = number - self._looked_number == 1
         self._looked_number, self._looked_s = number, self.now_s
-        keys = self._keys_now() if self._clocked else self._values
-        if keys == self._keys:
+        said = self._staging[: self._value_bytes * 2].tobytes()
+        if said == self._seen:
             return
+        self._seen = said
+        keys = self._keys_now()
         shortest_s = 0.0 if consecutive else 3.0 * gap_s
         for slot, (key, before) in enumerate(zip(keys, self._keys, strict=True)):
             if key != before and key == key:  # noqa: PLR0124 - false for NaN
                 self._renew(slot, shortest_s)
-        self._keys = keys.copy()
+        self._keys = keys
 
     def _keys_now(self) -> list[float]:
         """Return each slot's source time, or its value where the source has no clock."""
         return [
             value if source != source else source  # noqa: PLR0124 - true for NaN
-            for value, source in zip(self._values, self._sources, strict=True)
+            for value, source in zip(
+                self._columns[: self.slots],
+                self._columns[self._sources_at : self._reads_at],
+                strict=True,
+            )
         ]
 
     def _renew(self, slot: int, shortest_s: float) -> None:
         """Fold the time since the source's last renewal into its measured period."""
-        source_s = self._sources[slot]
+        source_s = self._columns[self._sources_at + slot]
         at_s = self.now_s if math.isnan(source_s) else source_s
         period_s = at_s - self._renewed[slot]
         self._renewed[slot] = at_s
         if period_s > shortest_s:  # false for the first one (NaN) and for a clock that went back
-            known_s = self._refresh[slot]
+            known_s = self._columns[self._refresh_at + slot]
             if period_s > known_s:
                 period_s = known_s + (period_s - known_s) * REFRESH_RISE
-            self._refresh[slot] = period_s
+            self._columns[self._refresh_at + slot] = period_s
 
     def commit(self, now_s: float) -> None:
-        """Publish the columns as the next frame.
-
-        Raises:
-            struct.error: The backend put something that is no number.
-        """
+        """Publish the columns as the next frame."""
         number = self._head
         staging = self._staging
-        column = self.slots * 8
-        self._pack(staging, 0, *self._values)
-        if self._clocked:
-            self._pack(staging, column, *self._sources)
-        self._pack(staging, column * 2, *self._reads)
-        self._quality_column[:] = self._qualities
         self._examined(number)
         offset = HEADER_BYTES + number % self.frames * self.stride
         word = offset >> 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alloy_agent.backends.base import Backend
+from alloy_agent.backends.base import Backend, SignalSink
 from alloy_agent.errors import BackendError, DeviceBusyError, DeviceLostError
 from alloy_agent.model import (
     Create,
@@ -25,7 +25,7 @@ from alloy_agent.model import (
 from tests.contract.conftest import Subject
 
 
-class Sink:
+class Sink(SignalSink):
     """Keeps the last value of each slot."""
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.nvidia import NvidiaBackend, open_backend
 from alloy_agent.backends.nvidia.gpu import Gpu, field_number
 from alloy_agent.backends.nvidia.library import NvmlCallError
@@ -76,7 +77,7 @@ CALLS: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
 )
 
 
-class Sink:
+class Sink(SignalSink):
     """Takes a sample and keeps the last value of each slot."""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,54 @@ def test_a_silent_source_turns_stale_and_keeps_its_last_value() -> None:
     assert fresh.quality is Quality.VALUE
     assert (old.quality, old.value, old.reason) == (Quality.STALE, 7.0, "not read for 0.50 s")
     assert known.reason == "sample has not returned"
+
+
+TIMES = st.none() | st.floats(0.0, 1e6)
+
+
+@given(
+    first=st.integers(0, 4),
+    rows=st.lists(st.tuples(st.floats(allow_nan=False), st.floats(0.0, 1e6)), max_size=4),
+    quality=st.sampled_from(
+        [Quality.VALUE, Quality.STALE, Quality.NOT_SUPPORTED, Quality.NOT_PERMITTED]
+    ),
+    batched=st.tuples(st.booleans(), st.booleans()),
+    one=TIMES,
+)
+def test_many_at_once_is_the_same_as_each(
+    first: int,
+    rows: list[tuple[float, float]],
+    quality: Quality,
+    batched: tuple[bool, bool],
+    one: float | None,
+) -> None:
+    """A batch leaves the very bytes that single puts leave, and what it does not name alone."""
+    each, packed = batched  # a source time for each value, values in an array
+    pages = [PageWriter(8, 1, 2) for _ in range(2)]
+    values = [value for value, _ in rows]
+    times = [time_s for _, time_s in rows]
+    for page in pages:
+        page.begin(1.0)
+        for slot in range(8):
+            page.put(slot, float(slot), source_time_s=0.5)
+        page.begin(2.0)
+    batch = array("d", values) if packed else values
+    pages[0].put_many(first, batch, quality, times if each else one)
+    for slot, (value, time_s) in enumerate(rows, first):
+        pages[1].put(slot, value, quality, time_s if each else one)
+    for page in pages:
+        page.commit(2.0)
+    assert bytes(pages[0]._bytes) == bytes(pages[1]._bytes)
+
+
+def test_a_batch_stays_within_its_page() -> None:
+    """Slots that a page does not have, and source times that do not match, are refused."""
+    page = PageWriter(4, 1, 2)
+    for first, count in ((3, 2), (-1, 2)):
+        with pytest.raises(IndexError):
+            page.put_many(first, [1.0] * count)
+    with pytest.raises(ValueError, match="source times"):
+        page.put_many(0, [1.0, 2.0], source_time_s=[1.0])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -6,6 +6,8 @@ time, as real silicon does.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -156,8 +158,9 @@ class Sampler:
 
     def __init__(self, specs: tuple[SignalSpec, ...]) -> None:
         self.specs = specs
-        self._values = [0.0] * len(specs)
-        self._qualities = [Quality.NOT_SUPPORTED] * len(specs)
+        self._values = array("d", [0.0]) * len(specs)
+        self._times_s = array("d", [math.nan]) * len(specs)
+        self._odd: set[int] = set()  # slots whose reader has no value now
         self._silent: tuple[tuple[int, Quality], ...] = ()
         self._groups: tuple[tuple[float, tuple[tuple[int, Reader], ...]], ...] = ()
         self._sources: list[float] = []  # of each group, when its source renewed last
@@ -175,24 +178,30 @@ class Sampler:
             else:
                 groups.setdefault(spec.refresh_period_s or 0.0, []).append((slot, column.reader))
         self._silent = tuple(silent)
+        self._odd.clear()
         self._groups = tuple((period_s, tuple(slots)) for period_s, slots in groups.items())
         self._sources = [-1.0] * len(groups)
 
     def fill(self, now_s: float, sink: SignalSink) -> None:
         """Put every slot; a value is computed again only when its source has renewed it."""
-        values, qualities, put = self._values, self._qualities, sink.put
-        for slot, quality in self._silent:
-            put(slot, values[slot], quality)
+        values, put = self._values, sink.put
         for number, (period_s, slots) in enumerate(self._groups):
             source_s = now_s - now_s % period_s if period_s else now_s
             if source_s != self._sources[number]:
                 self._sources[number] = source_s
                 self._renew(slots, source_s)
-            for slot, _ in slots:
-                put(slot, values[slot], qualities[slot], source_s)
+        sink.put_many(0, values, source_time_s=self._times_s)
+        for slot in self._odd:
+            put(slot, 0.0, Quality.NOT_SUPPORTED)
+        for slot, quality in self._silent:
+            put(slot, values[slot], quality)
 
     def _renew(self, slots: tuple[tuple[int, Reader], ...], source_s: float) -> None:
         for slot, reader in slots:
             value = reader(source_s)
-            self._values[slot] = 0.0 if value is None else value
-            self._qualities[slot] = Quality.NOT_SUPPORTED if value is None else Quality.VALUE
+            if value is None:
+                self._values[slot], self._times_s[slot] = 0.0, math.nan
+                self._odd.add(slot)
+            else:
+                self._values[slot], self._times_s[slot] = value, source_s
+                self._odd.discard(slot)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.nvidia import NvidiaBackend, open_backend
 from alloy_agent.model import (
     Create,
@@ -24,7 +25,7 @@ from tests.fakes.nvml.root import write_root
 LIBRARY = "tests.fakes.nvml:open_library"
 
 
-class Sink:
+class Sink(SignalSink):
     """Keeps the last value of each slot."""
 
     def __init__(self) -> None:
