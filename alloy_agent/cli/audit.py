@@ -43,6 +43,8 @@ def run(arguments: Namespace) -> int:
 
 def write_reports(result: AuditResult, arguments: Namespace) -> None:
     """Write the report files that were asked for."""
+    if not (arguments.html or arguments.sarif or arguments.dsse):
+        return  # reading the settings again costs more than a check of a whole device
     from pathlib import Path
 
     from alloy_agent.cli.sources import settings_of, write_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from argparse import Namespace
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from alloy_agent.daemon.api import NodeApi
 
 MAX_FILE_BYTES = 4 << 20
+GARBAGE_EVERY = 100_000  # more objects than one look at a large node makes
 
 
 def read_text(path: str) -> str:
@@ -132,10 +134,24 @@ def open_node(
             return
     from alloy_agent.daemon.node import Node
 
-    with Node(settings, write=write, lenient=lenient) as node:
+    with seldom_collected(), Node(settings, write=write, lenient=lenient) as node:
         yield node
         for line in node.notes:
             note(line)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Have cycles collected seldom: a command that looks once makes none and keeps all it made.
+
+    On a node of 64 partitions the collector would take a tenth of the time of an audit.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(GARBAGE_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def quiet_logs(arguments: Namespace) -> None:
