@@ -6,6 +6,7 @@ import configparser
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,25 @@ def test_the_example_of_keys_is_a_drop_in() -> None:
     for line in path.read_text().splitlines():
         if line.startswith("Environment="):
             assert line.split("=")[1] in known
+
+
+def test_the_agent_runs_where_memory_cannot_become_code(tmp_path: Path) -> None:
+    """MemoryDenyWriteExecute, as the kernel enforces it: an audit runs to its end."""
+    program = (
+        "import ctypes, os, sys\n"
+        "if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3\n"
+        "    sys.exit(99)\n"
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "-m", "alloy_agent", "--state-dir", str(tmp_path)]
+        + ["--fake", "1xH100-SXM5-80GB", "devices"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode == 99:
+        pytest.skip("the kernel on this host only (6.3 or later) can be asked for this")
+    assert done.returncode == 0, done.stderr
+    assert "H100" in done.stdout
