@@ -29,6 +29,7 @@ from alloy_agent.cli import (
     output,
     plan,
     run,
+    share,
     top,
     usage,
 )
@@ -55,6 +56,7 @@ COMMANDS = (
     audit,
     evidence,
     run,
+    share,
     top,
     usage,
     drain,
@@ -160,8 +162,8 @@ def _guarded(call: Callable[[], int], command: str, debug: bool) -> int:
 
 
 def split_tail(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return our own arguments, and the tenant's command line behind the first `--` of `exec`."""
-    if "exec" not in argv or "--" not in argv:
+    """Return our own arguments, and the tenant's command line behind `--` of `exec` or `share`."""
+    if not {"exec", "share"} & set(argv) or "--" not in argv:
         return argv, []
     at = argv.index("--")
     return argv[:at], argv[at + 1 :]

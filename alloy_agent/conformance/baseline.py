@@ -38,6 +38,7 @@ class Burst(Value, frozen=True, kw_only=True):
     kernels: int
     signature: int
     contended: bool
+    overlap_s: float | None = None  # neighbours' outstanding time within it; None: unknown
 
     @property
     def busy_s(self) -> float:

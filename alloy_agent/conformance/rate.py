@@ -335,11 +335,24 @@ def _judged(state: RateState, sample: RateSample, limits: RateLimits) -> RateSta
 def _cost(baseline: Baseline, burst: Burst, limits: RateLimits) -> tuple[float, float | None]:
     """Return what a burst took and what it takes alone, by the promise that was made."""
     if limits.slo is not Slo.THROUGHPUT:
-        return burst.busy_s, expected_busy_s(baseline, burst)
+        alone_s = expected_busy_s(baseline, burst)
+        return _blamed_s(burst, alone_s), alone_s
     alone_s = expected_cycle_s(baseline, burst)
     if alone_s is not None and burst.gap_s > max(2.0 * alone_s, limits.idle_after_s):
         return burst.cycle_s, None  # it paused by its own will
     return burst.cycle_s, alone_s
+
+
+def _blamed_s(burst: Burst, alone_s: float | None) -> float:
+    """Return what a burst took, without what neighbours cannot have caused.
+
+    A neighbour delays a burst by no more than its own outstanding time within it; what is beyond
+    that is the host's noise. Where the overlap is unknown, all of it is the neighbours' fault.
+    """
+    if alone_s is None or burst.overlap_s is None:
+        return burst.busy_s
+    most_s = burst.overlap_s + SWITCH_S if burst.overlap_s > 0.0 else 0.0
+    return alone_s + max(0.0, min(burst.busy_s - alone_s, most_s))
 
 
 def _stage(state: RateState, sample: RateSample, limits: RateLimits) -> Stage:

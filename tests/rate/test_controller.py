@@ -248,6 +248,20 @@ def test_the_p99_promise_is_judged_by_the_tail() -> None:
     assert after.opening < state.opening
 
 
+def test_the_noise_of_the_host_is_nobodys_fault() -> None:
+    """A burst is blamed on neighbours up to their own outstanding time within it, no further."""
+    limits, state = RateLimits(), settled()
+    slow = [burst(2.0 + n / 20, 0.03, contended=True) for n in range(10)]
+
+    def loss(overlap_s: float | None) -> float | None:
+        bursts = tuple(msgspec.structs.replace(b, overlap_s=overlap_s) for b in slow)
+        return tick(state, RateSample(now_s=2.6, bursts=bursts, heard_s=2.6), limits).loss_ratio
+
+    assert loss(0.0) == pytest.approx(0.0)
+    assert loss(0.001) == pytest.approx(0.0525, rel=1e-6)
+    assert loss(None) == pytest.approx(0.5)
+
+
 def test_neighbours_share_by_weight() -> None:
     """What is lent is divided by weight, and a single neighbour gets it whole."""
     order = GateOrder(duty_ratio=0.6, outstanding_s=0.001)

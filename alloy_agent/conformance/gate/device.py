@@ -299,12 +299,14 @@ class SharedDevice:
         )
 
     def _marked(self, burst: Burst, lost: bool) -> Burst:
-        touched = lost or any(
-            end > burst.idle_since_s and begin < burst.ended_s
-            for tenant in self._neighbours()
-            for begin, end in tenant.busy
+        spans = [span for tenant in self._neighbours() for span in tenant.busy]
+        touched = lost or any(e > burst.idle_since_s and b < burst.ended_s for b, e in spans)
+        within_s = sum(
+            max(0.0, min(end, burst.ended_s) - max(begin, burst.started_s)) for begin, end in spans
         )
-        return msgspec.structs.replace(burst, contended=touched)
+        return msgspec.structs.replace(
+            burst, contended=touched, overlap_s=None if lost else within_s
+        )
 
     # --- acting ------------------------------------------------------------------------------
 

@@ -334,6 +334,8 @@ static void pass_gate(uint32_t ident) {
       int busy = look(o.dead_slots, now, &since, &bursts, &who);
       uint32_t seen = who ? atomic_load(&who->wake) : 0;
       uint64_t kernel = estimate(ident, o.outstanding_ns);
+      /* an estimate that lets nothing pass is never corrected: try again after a while */
+      if (now - begin > 200000000ull && kernel > o.outstanding_ns / 2) kernel = o.outstanding_ns / 2;
       double depth = fmax(2e-9 * (double)o.outstanding_ns, 1e-9 * (double)kernel);
       uint64_t from = filled_ns > since ? filled_ns : since;
       if (!busy && now > from) tokens_s = fmin(depth, tokens_s + (double)(now - from) * 1e-9 * o.duty);
@@ -369,8 +371,10 @@ static void finished(uint64_t count) {
     uint64_t from = flight[done % 1024].launched_ns;
     if (from < last_done_ns) from = last_done_ns;
     uint64_t took = now > from ? now - from : 0, *k = &known_ns[flight[done % 1024].ident % IDENTS];
-    *k = *k ? (*k * 7 + took) / 8 : took;
-    if (took > longest_ns && took < 1000000000ull) longest_ns = took;
+    /* what a kernel takes by itself is near its shortest times: others' work only adds to it */
+    *k = !*k ? took : took < *k ? (*k + 3 * took) / 4 : *k + (took - *k) / 32;
+    longest_ns = 0;
+    for (int i = 0; i < IDENTS; i++) if (known_ns[i] > longest_ns) longest_ns = known_ns[i];
     atomic_fetch_add(&me->device_ns, took);
     last_done_ns = now;
   }
