@@ -110,8 +110,10 @@ def test_the_agent_runs_where_memory_cannot_become_code(tmp_path: Path) -> None:
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, "-m", "alloy_agent", "--state-dir", str(tmp_path)]
-        + ["--fake", "1xH100-SXM5-80GB", "devices"],
+        [
+            *(sys.executable, "-c", program, "-m", "alloy_agent", "--state-dir", str(tmp_path)),
+            *("--fake", "1xH100-SXM5-80GB", "devices"),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

@@ -80,12 +80,14 @@ class Claims:
             return
         self.driver.attach(ClaimedNode(self._daemon), node.store, self._refuse)
 
-    def _refuse(self) -> str:
-        """Return why no new claim is taken: a drain of the node, which outlives a restart."""
+    def _refuse(self, subject: str) -> str:
+        """Return why a device or the node takes no new claim: a drain, which outlives a restart."""
         telemetry = self._daemon.telemetry
         held = () if telemetry is None else telemetry.drains
-        whole = next((one for one in held if one.scope is Scope.NODE), None)
-        return "" if whole is None else f"the node is drained: {whole.reason}"
+        found = next((o for o in held if o.subject == subject or o.scope is Scope.NODE), None)
+        if found is None:
+            return ""
+        return f"{found.subject or 'the node'} is drained: {found.reason}"
 
     def stop(self) -> None:
         """Unregister."""

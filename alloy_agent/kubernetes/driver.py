@@ -105,7 +105,7 @@ class KubernetesDriver:
         self._owners_s = -OWNERS_PERIOD_S
         self._known: dict[DeviceId, tuple[Device, tuple[Partition, ...]]] = {}
         self._published: object = None
-        self._draining = ""
+        self._draining: frozenset[str] = frozenset()
         self._sick: dict[str, str] | None = None  # None: the node was not seen yet
         self._told: conditions.Told | None = None
         self._stop = threading.Event()
@@ -121,7 +121,7 @@ class KubernetesDriver:
         self.plugin.start()
 
     def attach(
-        self, node: NodeLike, books: ClaimBooks, refuse: Callable[[], str] = lambda: ""
+        self, node: NodeLike, books: ClaimBooks, refuse: Callable[[str], str] = lambda _subject: ""
     ) -> None:
         """Take the node over: bring records to a clear state, answer calls, publish.
 
@@ -137,7 +137,7 @@ class KubernetesDriver:
             Hardware(node, self.node, settings.shares),
             CdiDirectory(Path(settings.cdi_dir), settings.driver),
             self.api,
-            lambda: self._draining or refuse(),
+            lambda subject: self._drained(subject) or refuse(subject),
         )
         self.preparer = preparer
 
@@ -171,6 +171,11 @@ class KubernetesDriver:
         self.plugin.stop()
         self.publisher.stop()  # harmless when it never began
 
+    def _drained(self, subject: str) -> str:
+        if subject not in self._draining:
+            return ""
+        return f"{subject or 'the node'} is drained"
+
     # --- what happens ---
 
     def _registered(self) -> None:
@@ -193,7 +198,7 @@ class KubernetesDriver:
 
     def tick(self, now: Now) -> None:
         """Publish what there is, tell the kubelet of health; the API server is not waited for."""
-        self._draining = "the node is drained" if "" in now.draining else ""
+        self._draining = now.draining
         moment_s = time.monotonic()
         if moment_s - self._owners_s >= OWNERS_PERIOD_S:
             self._owners_s = moment_s

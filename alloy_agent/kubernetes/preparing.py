@@ -117,7 +117,7 @@ class Preparer:
         hardware: Makes and removes pieces.
         folder: Where CDI files go.
         source: Where claims are read.
-        refuse: Says why no claim is taken now (a drain), or nothing.
+        refuse: Says why no claim is taken now on a device, or on the node (""), or nothing.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the rooms that meet here
@@ -127,7 +127,7 @@ class Preparer:
         hardware: Hardware,
         folder: CdiDirectory,
         source: ClaimSource,
-        refuse: Callable[[], str] = lambda: "",
+        refuse: Callable[[str], str] = lambda _subject: "",
     ) -> None:
         self._driver = driver
         self._books = books
@@ -166,7 +166,7 @@ class Preparer:
         self, ref: ClaimRef, tombstone: ClaimRecord | None, deadline_s: float
     ) -> ClaimRecord:
         """Put a new claim on disk as started, once nobody is in its place."""
-        reason = self._refuse()
+        reason = self._refuse("")
         if reason:
             raise DeviceBusyError(f"{ref}: no claim is taken: {reason}")
         allocation = self._allocation(ref)
@@ -199,6 +199,9 @@ class Preparer:
         pieces = []
         for one in allocation.results:
             device, offer = self._hardware.offer_of(snapshot, one.pool, one.device)
+            reason = self._refuse(str(device.id))
+            if reason:
+                raise DeviceBusyError(f"{allocation.ref}: no claim is taken: {reason}")
             if offer.share is Share.EXCLUSIVE and (one.memory_bytes or one.loss_budget_ratio):
                 raise ClaimError(
                     f"{allocation.ref}: {one.pool}/{one.device} is no share: "

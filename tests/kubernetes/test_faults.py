@@ -314,6 +314,22 @@ def test_a_drain_taints_refuses_waits_and_is_taken_back(driven: Driven) -> None:
     assert preparer.prepare(ref(new), soon())
 
 
+def test_a_drained_device_takes_no_claim_and_its_neighbour_does(driven: Driven) -> None:
+    """The drain of one device reaches its pool alone, in the slices and at prepare."""
+    pools = sorted(driven.tick())
+    first = driven.world.hardware.observe().devices[0]
+    found = driven.tick(draining=frozenset({str(first.id)}))
+    mine = next(pool for pool in pools if str(first.id).lower() in pool)
+    (other,) = set(pools) - {mine}
+    assert all(found[mine].values())
+    assert not any(found[other].values())
+    preparer = driven.driver.preparer
+    assert preparer is not None
+    with pytest.raises(AlloyError, match="is drained"):
+        preparer.prepare(ref(allocate(driven.server, "a", mine, MIG)), soon())
+    assert preparer.prepare(ref(allocate(driven.server, "b", other, MIG)), soon())
+
+
 def test_a_device_that_others_hand_out_is_not_published(driven: Driven) -> None:
     """A device plug-in of the vendor on this node: the pools go; when it leaves, they come back."""
     assert len(driven.tick()) == 2

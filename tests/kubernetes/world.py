@@ -94,7 +94,12 @@ class World:
         self.hardware = Hardware(Joined(self.rooms), NODE, shares)
         self.draining = ""
         self.preparer = Preparer(
-            DRIVER, self.rooms.store, self.hardware, self.cdi, self.claims, lambda: self.draining
+            DRIVER,
+            self.rooms.store,
+            self.hardware,
+            self.cdi,
+            self.claims,
+            lambda _subject: self.draining,
         )
 
     def __enter__(self) -> Self:
