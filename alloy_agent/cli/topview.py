@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
-
-from alloy_agent.model import Value
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from alloy_agent.daemon.live import TopDevice, TopDocument, TopPartition
@@ -44,7 +42,7 @@ class Span(NamedTuple):
 Line = tuple[Span, ...]
 
 
-class View(Value, frozen=True, kw_only=True):
+class View(NamedTuple):
     """What the viewer has chosen."""
 
     view: str = "partitions"
@@ -263,17 +261,15 @@ INTERVALS_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 def press(view: View, key: str) -> View | None:
     """Return the view after a key; None: leave. Keys are characters or names ("up", "enter")."""
-    from msgspec.structs import replace
-
     if view.typing:
         return _typed(view, key)
     if key in ("q", "Q"):
         return None
     if view.help or key in ("h", "?"):
-        return replace(view, help=not view.help)
+        return view._replace(help=not view.help)
     if key in ("+", "-", "="):
-        return replace(view, interval_s=_interval(view.interval_s, faster=key != "-"))
-    changes: dict[str, dict[str, object]] = {
+        return view._replace(interval_s=_interval(view.interval_s, faster=key != "-"))
+    changes: dict[str, dict[str, Any]] = {
         "tab": {"view": _next(VIEWS, view.view), "top": 0},
         "s": {"sort": _next(SORTS, view.sort)},
         "r": {"reverse": not view.reverse},
@@ -285,20 +281,18 @@ def press(view: View, key: str) -> View | None:
         "pageup": {"top": max(0, view.top - 10)},
         "escape": {"filter": ""},
     }
-    return replace(view, **changes.get(key, {}))
+    return view._replace(**changes.get(key, {}))
 
 
 def _typed(view: View, key: str) -> View:
-    from msgspec.structs import replace
-
     if key == "enter":
-        return replace(view, typing=False)
+        return view._replace(typing=False)
     if key == "escape":
-        return replace(view, typing=False, filter="")
+        return view._replace(typing=False, filter="")
     if key == "backspace":
-        return replace(view, filter=view.filter[:-1])
+        return view._replace(filter=view.filter[:-1])
     if len(key) == 1 and key.isprintable():
-        return replace(view, filter=(view.filter + key)[:40])
+        return view._replace(filter=(view.filter + key)[:40])
     return view
 
 
