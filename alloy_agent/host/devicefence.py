@@ -26,6 +26,7 @@ from typing import Final
 
 from alloy_agent.errors import BackendError, DeviceBusyError
 from alloy_agent.host.cgroupfs import CgroupFs, CgroupTopology, Hierarchy
+from alloy_agent.host.clock import wall_s
 from alloy_agent.model import Value
 
 TOP: Final = "alloy-tenants"
@@ -40,6 +41,7 @@ EVERYONE: Final[dict[str, str]] = {
     "5:2": "/dev/ptmx",
     "136:*": "/dev/pts",
 }
+SPARE_S: Final = 10.0
 RUNTIMES_TASK: Final = (
     "no device rules are set here: this host has no v1 devices controller, so the fence is the"
     " container runtime's job and the tier follows from what is seen of it"
@@ -183,21 +185,38 @@ def _pids(hierarchy: Hierarchy, path: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split())
 
 
-def sweep(topology: CgroupTopology, kept: Iterable[str], fs: CgroupFs | None = None) -> int:
-    """Remove the fences that nobody is inside of, but those to keep; return how many went."""
+def sweep(
+    topology: CgroupTopology,
+    kept: Iterable[str],
+    fs: CgroupFs | None = None,
+    spare_s: float = SPARE_S,
+) -> int:
+    """Remove the fences that nobody is inside of; return how many went.
+
+    Those to keep stay, and so do young ones: somebody may be about to enter.
+    """
     files = fs or CgroupFs()
     hierarchy = topology.of("devices")
     if hierarchy is None or hierarchy.version != 1:
         return 0
     keep, removed = frozenset(kept), 0
     for path in _fences(hierarchy):
-        if path in keep or files.read(f"{hierarchy.folder(path)}/cgroup.procs"):
+        folder = hierarchy.folder(path)
+        if path in keep or _age_s(folder) < spare_s or files.read(f"{folder}/cgroup.procs"):
             continue
         with contextlib.suppress(DeviceBusyError, BackendError):  # entered meanwhile: it stays
-            removed += files.remove(hierarchy.folder(path))
+            removed += files.remove(folder)
     with contextlib.suppress(DeviceBusyError, BackendError):
         files.remove(hierarchy.folder(TOP))
     return removed
+
+
+def _age_s(folder: str) -> float:
+    """Return how old a cgroup is at least; its times are those of its making or of a later look."""
+    try:
+        return wall_s() - os.stat(folder).st_mtime  # noqa: PTH116
+    except OSError:
+        return 0.0
 
 
 def _fences(hierarchy: Hierarchy) -> Iterator[str]:

@@ -117,15 +117,17 @@ def test_who_is_inside_is_not_disturbed_and_the_empty_fence_goes(site: Site) -> 
         while str(running.pid) not in (site.folder / "cgroup.procs").read_text().split():
             assert running.poll() is None
         site.fence()
-        devicefence.sweep(site.topology, _others(site))
+        devicefence.sweep(site.topology, _others(site), spare_s=0.0)
         assert site.folder.exists()
         assert running.poll() is None
     finally:
         running.send_signal(signal.SIGKILL)
         running.communicate(timeout=60)
-    devicefence.sweep(site.topology, {*_others(site), site.path})
+    devicefence.sweep(site.topology, {*_others(site), site.path}, spare_s=0.0)
     assert site.folder.exists()
-    assert devicefence.sweep(site.topology, _others(site)) == 1
+    devicefence.sweep(site.topology, _others(site), spare_s=3600.0)
+    assert site.folder.exists()
+    devicefence.sweep(site.topology, _others(site), spare_s=0.0)
     assert not site.folder.exists()
 
 
