@@ -500,19 +500,18 @@ def lifetime(world: World, claim: Any) -> None:
     world.preparer.unprepare(ref(claim), soon())
 
 
-def test_a_death_at_any_write_recovers(tmp_path: Path) -> None:
-    """Killed at each write of prepare and unprepare: the next life prepares and releases."""
+def sweep_writes(folder: Path, step: int) -> None:
+    """Live a claim's life once for every `step`-th moment at which a write can be the last."""
     count = Mortal()
-    root = tmp_path / "count"
-    with World(root, FakeBackend.from_specs(H100), mortal=count) as world:
+    with World(folder / "count", FakeBackend.from_specs(H100), mortal=count) as world:
         pool, _ = world.offers()
         start = count.count
         lifetime(world, world.claims.add("a", (pool, MIG)))
         end = count.count
     assert end - start > 20
-    for dies_at in range(start + 1, end + 1):
+    for dies_at in range(start + 1, end + 1, step):
         backend, claims = FakeBackend.from_specs(H100), Claims()
-        root = tmp_path / str(dies_at)
+        root = folder / str(dies_at)
         with (
             World(root, backend, claims, Mortal(dies_at)) as world,
             contextlib.suppress(SimulatedDeath),
@@ -520,6 +519,17 @@ def test_a_death_at_any_write_recovers(tmp_path: Path) -> None:
             pool, _ = world.offers()
             lifetime(world, claims.add("a", (pool, MIG)))
         survive(root, backend, claims, pool, f"write {dies_at}")
+
+
+def test_a_death_at_a_write_recovers(tmp_path: Path) -> None:
+    """Killed at every third write of prepare and unprepare: the next life prepares and releases."""
+    sweep_writes(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_death_at_any_write_recovers(tmp_path: Path) -> None:
+    """The same with no write left out."""
+    sweep_writes(tmp_path, 1)
 
 
 def survive(root: Path, backend: FakeBackend, claims: Claims, pool: str, where: str) -> None:
