@@ -487,7 +487,7 @@ def test_the_kernel_counts_launches_of_a_tenant_without_interposer(
     )
     join(group, inside.pid)
     for process in (inside, outside):
-        process.communicate(b"go\n", timeout=30)
+        process.communicate(b"go\n", timeout=90)
         assert process.returncode == 0
     assert witness.count() == 300
     witness.close()
