@@ -516,3 +516,33 @@ def test_without_a_compiler_the_freezer_is_what_is_left(
     assert "no C compiler" in why
     with pytest.raises(UnsupportedError):
         library(tmp_path / "empty")
+
+
+def test_sixty_four_tenants_have_pages_and_leases(bench: Bench) -> None:
+    """A device takes 64 tenants; each has an order of its own with a lease that lies ahead."""
+    shared = bench.share()
+    shared.add("p", "production")
+    orders = [Path(shared.add(f"n{n}", "opportunistic")["ALLOY_GATE_ORDER"]) for n in range(63)]
+    before_ns = int(boottime_s() * 1e9)
+    shared.tick()
+    assert len(shared.status().tenants) == 64
+    for order in orders:
+        assert struct.unpack_from("<Q", order.read_bytes(), 24)[0] > before_ns
+
+
+def test_tenants_swap_their_roles(bench: Bench) -> None:
+    """The neighbour becomes production and production a neighbour; the new pages count."""
+    bench.device()
+    shared = bench.share()
+    shared.add("a", "production")
+    shared.add("b", "opportunistic")
+    shared.remove("a")
+    shared.remove("b")
+    ours, theirs = shared.add("b", "production"), shared.add("a", "opportunistic")
+    pages = [StatePage(Path(env["ALLOY_GATE_STATE"])) for env in (ours, theirs)]
+    with controlled(shared):
+        bench.tenant(PRODUCTION, ours)
+        bench.tenant(NEIGHBOUR, theirs)
+        assert eventually(lambda: all(launched(page) > 20 for page in pages))
+    for page in pages:
+        page.close()
