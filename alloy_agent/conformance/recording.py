@@ -35,7 +35,7 @@ from alloy_agent.store.records import LastVerdict
 LOG = logging.getLogger(__name__)
 
 TIER = "TIER"  # the "check" under which the tier of a partition is kept
-LOOKED_BYTES = 16 << 20  # a newest file up to this size is verified by an audit itself
+LOOKED_BYTES = 4 << 20  # a newest file up to this size is verified by an audit itself, in 50 ms
 SUMMARY_PERIOD_S = 60.0
 
 Key = tuple[str, str]
