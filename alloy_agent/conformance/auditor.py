@@ -220,7 +220,10 @@ def pids_of(facts: Iterable[Fact]) -> list[Fact]:
     """Return who works in partitions without cgroups, from what their device shows."""
     found = []
     for fact in facts:
-        if fact.name != "partition.processes" or fact.quality is not Quality.VALUE:
+        if fact.name != "partition.processes":
+            continue
+        if fact.quality is not Quality.VALUE:  # the reason why nobody can tell goes along
+            found.append(msgspec.structs.replace(fact, name="partition.pids"))
             continue
         clients = fact.value if isinstance(fact.value, list) else []
         pids = [c["pid"] for c in clients if isinstance(c, dict) and not c.get("monitor")]
