@@ -518,6 +518,30 @@ def test_a_tick_makes_few_calls(tmp_path: Path) -> None:
     assert per_tick <= 8
 
 
+def test_a_full_gpu_takes_turns(tmp_path: Path) -> None:
+    """With seven instances no tick but the first makes more than eight calls, and all are read."""
+    host, ident = hosted(tmp_path)
+    host.mig(ident)
+    pieces = host.make(ident, *(f"1g.10gb@{start}" for start in range(7)))
+    specs = host.backend.signal_specs(ident)
+    sink, most = Sink(), 0
+    host.backend.sample(ident, sink)
+    memory = "alloy_partition_memory_used_bytes"
+    known = {spec.subject for n, spec in enumerate(specs) if sink.slots[n][1] is Quality.VALUE}
+    assert known >= {piece.id for piece in pieces}
+    times: dict[str, set[float | None]] = {}
+    for _ in range(20):
+        time.sleep(0.1)
+        before = sum(host.library.counts.values())
+        host.backend.sample(ident, sink)
+        most = max(most, sum(host.library.counts.values()) - before)
+        for n, spec in enumerate(specs):
+            times.setdefault(f"{spec.name} {spec.subject}", set()).add(sink.slots[n][2])
+    assert most <= 8
+    assert all(len(times[f"{name} {p.id}"]) >= 3 for p in pieces for name in (ACTIVE, memory))
+    assert all(q is Quality.VALUE for n, (_, q, _) in sink.slots.items() if specs[n].name == ACTIVE)
+
+
 def test_an_old_driver_without_fields_uses_the_getters(tmp_path: Path) -> None:
     """Without `nvmlDeviceGetFieldValues` power and energy are still read."""
     host, ident = hosted(tmp_path, missing=["nvmlDeviceGetFieldValues", "*Margin*", "*InfoV"])

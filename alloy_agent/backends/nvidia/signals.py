@@ -1,16 +1,22 @@
 """The fast signals of one GPU: one batch of field values, memory, and GPM where there is any.
 
 A tick makes one call for the counters (`nvmlDeviceGetFieldValues`: per-field error and time
-stamp). What renews more slowly is read at its own pace and its last value is put again with its
-own source time: GPM needs 100 ms between two samples, error counters once a second are enough.
+stamp), joined once a second by the error counters, and at most `CALLS_MAX` calls in all: each is an
+ioctl, and the driver serialises them. What is due beyond that waits for the next ticks: partitions
+take turns, and the last value is put again with its own source time. GPM needs 100 ms between two
+samples; with seven instances at 10 Hz a turn comes every 0.4 s.
 
 Handles: GPM buffers and MIG device handles are held between ticks, and only here; `release` lets go
-of them. A MIG handle is checked by UUID whenever it is used, since it may come to mean a successor.
+of them. A MIG handle may come to mean a successor, and a driver need not announce that. So what was
+read through one is believed only when its UUID was asked for at most `CHECK_S` before; a turn asks
+once for all that it reads.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -33,6 +39,10 @@ GPM_PERIOD_S: Final = 0.1
 MEMORY_PERIOD_S: Final = 0.5
 COUNTER_PERIOD_S: Final = 0.02
 SLOW_PERIOD_S: Final = 1.0
+CHECK_S: Final = 0.1
+CALLS_MAX: Final = 8  # of one tick on one GPU
+GPM_CALLS: Final = 3  # of one turn: UUID, sample, metrics
+MEMORY_CALLS: Final = 2
 FIELD_TIME_MAX_S: Final = 3600.0  # a time stamp farther off than this is not believed
 
 ENERGY: Final = 83
@@ -44,14 +54,18 @@ ECC_CORRECTED_AGGREGATE: Final = 5
 ECC_UNCORRECTED_AGGREGATE: Final = 6
 PCIE_REPLAY: Final = 94
 RECOVERY: Final = 230
-FAST: Final = (ENERGY, POWER, *THROTTLES)
-SLOW: Final = (
-    ECC_CORRECTED,
-    ECC_UNCORRECTED,
-    ECC_CORRECTED_AGGREGATE,
-    ECC_UNCORRECTED_AGGREGATE,
-    PCIE_REPLAY,
-    RECOVERY,
+# Pairs of field and scope: to the binding a bare number is an exception caught for each field.
+FAST: Final = tuple((field, 0) for field in (ENERGY, POWER, *THROTTLES))
+SLOW: Final = tuple(
+    (field, 0)
+    for field in (
+        ECC_CORRECTED,
+        ECC_UNCORRECTED,
+        ECC_CORRECTED_AGGREGATE,
+        ECC_UNCORRECTED_AGGREGATE,
+        PCIE_REPLAY,
+        RECOVERY,
+    )
 )
 
 # name, unit, counter, period
@@ -102,26 +116,41 @@ def _source(name: str) -> str:
     return "nvml margin temperature" if "headroom" in name else "nvml field values"
 
 
+class _Columns:
+    """The last readings of all slots, as the sink takes them."""
+
+    def __init__(self, count: int) -> None:
+        self.values = array("d", [0.0]) * count
+        self.times_s = array("d", [math.nan]) * count
+        self.silent = dict.fromkeys(range(count), Quality.NOT_SUPPORTED)
+
+    def put(self, sink: SignalSink) -> None:
+        """Put every slot."""
+        sink.put_many(0, self.values, source_time_s=self.times_s)
+        for slot, quality in self.silent.items():
+            sink.put(slot, self.values[slot], quality)
+
+
 class _Cell:
     """The last reading of one slot."""
 
-    __slots__ = ("quality", "source_s", "value")
+    __slots__ = ("_columns", "_slot")
 
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.quality = Quality.NOT_SUPPORTED
-        self.source_s: float | None = None
+    def __init__(self, columns: _Columns, slot: int) -> None:
+        self._columns, self._slot = columns, slot
 
     def set(self, value: float | None, now_s: float) -> None:
         """Store a value, or that the source does not tell it."""
+        columns, slot = self._columns, self._slot
         if value is None:
-            self.quality = Quality.NOT_SUPPORTED
+            columns.silent[slot] = Quality.NOT_SUPPORTED
             return
-        self.value, self.quality, self.source_s = value, Quality.VALUE, now_s
+        columns.values[slot], columns.times_s[slot] = value, now_s
+        columns.silent.pop(slot, None)
 
     def lose(self, quality: Quality) -> None:
         """Store that there is no value now."""
-        self.quality = quality
+        self._columns.silent[self._slot] = quality
 
 
 class _Seat:
@@ -136,7 +165,20 @@ class _Seat:
         self.older: Any = None
         self.newer: Any = None
         self.newer_s = 0.0
+        self.checked_s = 0.0  # when the handle was last seen to mean this instance
         self.gone = False
+
+
+class _Turn:
+    """When the memory of a partition, or of the GPU, is to be read next."""
+
+    def __init__(self, seat: _Seat | None) -> None:
+        self.seat = seat
+        self.due_s = 0.0
+
+    def absent(self) -> bool:
+        """Whether there is nothing to read of its own."""
+        return self.seat is not None and (self.seat.gone or self.seat.mig is None)
 
 
 class Sampler:
@@ -145,14 +187,20 @@ class Sampler:
     def __init__(self, gpu: Gpu, partitions: tuple[Partition, ...]) -> None:
         self._gpu = gpu
         self.specs = specs_of(gpu, partitions)
-        self._cells = [_Cell() for _ in self.specs]
+        self._columns = _Columns(len(self.specs))
+        cells = [_Cell(self._columns, slot) for slot in range(len(self.specs))]
         device, width = len(_DEVICE), len(_PARTITION)
-        self._device = self._cells[:device]
+        self._device = cells[:device]
         self._seats = [
-            _Seat(partition, self._cells[device + n * width : device + (n + 1) * width])
+            _Seat(partition, cells[device + n * width : device + (n + 1) * width])
             for n, partition in enumerate(partitions)
         ]
-        self._due: dict[str, float] = {}
+        self._turns = [_Turn(None), *map(_Turn, self._seats)]
+        self._turn = 0  # whose memory is asked for next
+        self._gpm_turn = 0
+        self._slow_due_s = 0.0
+        self._getters = 0  # calls that an old driver needs beside the batch
+        self._memory_version: int | None = MEMORY_V2
         self._bound = False
         self._metrics: Any = None
         self._clock_shift_s = time.time() - _boot_s()
@@ -165,26 +213,48 @@ class Sampler:
             NvmlCallError: The GPU has gone.
         """
         now_s = _boot_s()
-        if not self._bound:
+        first = not self._bound
+        if first:
             self._bind()
-        self._fields(FAST, now_s)
-        if self._is_due("memory", now_s, MEMORY_PERIOD_S):
-            self._memory(now_s)
-        if self._is_due("slow", now_s, SLOW_PERIOD_S):
+        left = CALLS_MAX - 1 - self._getters
+        if now_s >= self._slow_due_s:
+            self._slow_due_s = now_s + SLOW_PERIOD_S
             self._clock_shift_s = time.time() - _boot_s()
-            self._fields(SLOW, now_s)
+            self._fields(FAST + SLOW, now_s)
             self._device[_HEADROOM].set(self._read_headroom(), now_s)
-        for seat in self._seats:
-            self._activity(seat, now_s)
-        put = sink.put
-        for slot, cell in enumerate(self._cells):
-            put(slot, cell.value, cell.quality, cell.source_s)
+            left -= 2
+        else:
+            self._fields(FAST, now_s)
+        if first:  # nothing was read yet: what has no turn now would seem not to be supported
+            for _ in self._turns:
+                self._memory_turn(now_s, left)
+        left = self._memory_turn(now_s, left)
+        if self._gpu.identity().gpm:
+            left = self._activity_turns(now_s, left)
+        while left >= MEMORY_CALLS and (rest := self._memory_turn(now_s, left)) < left:
+            left = rest
+        self._columns.put(sink)
 
-    def _is_due(self, what: str, now_s: float, period_s: float) -> bool:
-        if now_s < self._due.get(what, 0.0):
-            return False
-        self._due[what] = now_s + period_s
-        return True
+    def _memory_turn(self, now_s: float, left: int) -> int:
+        """Read the used bytes of the next one that is due; return how many calls are left."""
+        for _ in self._turns:
+            turn = self._turns[self._turn]
+            self._turn = (self._turn + 1) % len(self._turns)
+            if now_s >= turn.due_s and not turn.absent():
+                turn.due_s = now_s + MEMORY_PERIOD_S
+                return left - self._memory(turn.seat, now_s)
+        return left
+
+    def _activity_turns(self, now_s: float, left: int) -> int:
+        """Compare activity of as many partitions as there are calls for; return what is left."""
+        for _ in self._seats:
+            if left < GPM_CALLS:
+                break
+            seat = self._seats[self._gpm_turn]
+            self._gpm_turn = (self._gpm_turn + 1) % len(self._seats)
+            if self._activity(seat, now_s):
+                left -= GPM_CALLS
+        return left
 
     # --- handles ---
 
@@ -200,6 +270,11 @@ class Sampler:
                 self._gone(seat)
             else:
                 seat.mig = self._gpu.mig_handle(piece)
+        if self._gpu.identity().gpm:
+            for seat in self._seats:
+                if not seat.gone:
+                    seat.older = self._gpu.nvml.maybe("nvmlGpmSampleAlloc")
+                    seat.newer = self._gpu.nvml.maybe("nvmlGpmSampleAlloc")
         self._bound = True
 
     def handles(self) -> int:
@@ -213,7 +288,9 @@ class Sampler:
         for seat in self._seats:
             self._let_go(seat)
         self._bound = False
-        self._due.clear()
+        self._slow_due_s = 0.0
+        for turn in self._turns:
+            turn.due_s = 0.0
 
     def _let_go(self, seat: _Seat) -> None:
         seat.mig = None
@@ -224,6 +301,7 @@ class Sampler:
                 except NvmlCallError:
                     continue  # the library was shut down: nothing is left to free
         seat.older = seat.newer = None
+        seat.newer_s = 0.0
 
     def _gone(self, seat: _Seat) -> None:
         seat.gone = True
@@ -233,7 +311,7 @@ class Sampler:
 
     # --- readings ---
 
-    def _fields(self, fields: tuple[int, ...], now_s: float) -> None:
+    def _fields(self, fields: tuple[tuple[int, int], ...], now_s: float) -> None:
         values = self._gpu.maybe("nvmlDeviceGetFieldValues", fields)
         found: dict[int, float] = {}
         source_s = now_s
@@ -244,9 +322,8 @@ class Sampler:
             if number is not None:
                 found[int(value.fieldId)] = number
                 source_s = self._source_time(int(value.timestamp), now_s)
-        if fields is FAST:
-            self._fast(found, source_s)
-        else:
+        self._fast(found, source_s)
+        if fields is not FAST:
             self._slow(found, source_s)
 
     def _source_time(self, stamp_us: int, now_s: float) -> float:
@@ -260,6 +337,7 @@ class Sampler:
             energy_mj = self._gpu.maybe("nvmlDeviceGetTotalEnergyConsumption")
         if power_mw is None:
             power_mw = self._gpu.maybe("nvmlDeviceGetPowerUsage")
+        self._getters = (ENERGY not in found) + (POWER not in found)
         throttles = [found[field] for field in THROTTLES if field in found]
         cells = self._device
         cells[_ENERGY].set(None if energy_mj is None else energy_mj / 1e3, source_s)
@@ -296,20 +374,21 @@ class Sampler:
             return None
         return float(limit) - float(temperature)
 
-    def _memory(self, now_s: float) -> None:
+    def _memory(self, seat: _Seat | None, now_s: float) -> int:
+        """Read used bytes of the GPU (no seat) or of an instance; return how many calls it took."""
+        if seat is not None:
+            self._memory_of(seat, now_s)
+            return MEMORY_CALLS
         used = self._used(None)
         self._device[_MEMORY].set(used, now_s)
-        for seat in self._seats:
-            if seat.gone:
-                continue
-            if seat.instance is None:
-                seat.cells[_USED].set(used, now_s)
-            elif seat.mig is not None:
-                self._memory_of(seat, now_s)
+        for whole in self._seats:
+            if whole.instance is None and not whole.gone:
+                whole.cells[_USED].set(used, now_s)
+        return 1
 
     def _memory_of(self, seat: _Seat, now_s: float) -> None:
         try:
-            if not self._still_there(seat):
+            if not self._still_there(seat, now_s):
                 return
             seat.cells[_USED].set(self._used(seat.mig), now_s)
         except NvmlCallError as failure:
@@ -320,10 +399,13 @@ class Sampler:
             else:
                 seat.cells[_USED].lose(_quality(failure))
 
-    def _still_there(self, seat: _Seat) -> bool:
+    def _still_there(self, seat: _Seat, now_s: float) -> bool:
         """Whether the handle still means this instance, and not one made after it."""
+        if now_s - seat.checked_s < CHECK_S:
+            return True
         uuid = self._gpu.nvml.call("nvmlDeviceGetUUID", seat.mig)
         if uuid in seat.uuids:
+            seat.checked_s = now_s
             return True
         self._gone(seat)
         return False
@@ -332,29 +414,36 @@ class Sampler:
         """Return used bytes; without what the driver keeps for itself where it tells that apart."""
         nvml = self._gpu.nvml
         target = self._gpu.handle() if handle is None else handle
-        memory = nvml.maybe("nvmlDeviceGetMemoryInfo", target, version=MEMORY_V2)
+        memory = None
+        if self._memory_version is not None:
+            memory = nvml.maybe("nvmlDeviceGetMemoryInfo", target, version=self._memory_version)
+            if memory is None:
+                self._memory_version = None  # an old driver: not asked again
         if memory is None:
             memory = nvml.maybe("nvmlDeviceGetMemoryInfo", target)
         return None if memory is None else float(memory.used)
 
-    def _activity(self, seat: _Seat, now_s: float) -> None:
-        """Take a GPM sample when the last one is old enough, and compare the two."""
-        if seat.gone or not self._gpu.identity().gpm:
-            return
-        if seat.newer is not None and now_s - seat.newer_s < GPM_PERIOD_S:
-            return
-        nvml = self._gpu.nvml
+    def _activity(self, seat: _Seat, now_s: float) -> bool:
+        """Take a GPM sample if the last one is old enough, and compare the two; whether it was."""
+        if seat.gone or seat.older is None or seat.newer is None:
+            return False
+        if now_s - seat.newer_s < GPM_PERIOD_S:
+            return False
+        self._take_activity(seat, now_s)
+        return True
+
+    def _take_activity(self, seat: _Seat, now_s: float) -> None:
         try:
-            if seat.mig is not None and not self._still_there(seat):
+            if seat.mig is not None and not self._still_there(seat, now_s):
                 return
-            sample = seat.older or nvml.call("nvmlGpmSampleAlloc")
-            seat.older = sample
+            sample = seat.older
             if seat.instance is None:
                 self._gpu.call("nvmlGpmSampleGet", sample)
             else:
                 self._gpu.call("nvmlGpmMigSampleGet", seat.instance, sample)
-            seat.older, seat.newer, seat.newer_s = seat.newer, sample, now_s
-            if seat.older is not None:
+            seat.older, seat.newer = seat.newer, sample
+            before_s, seat.newer_s = seat.newer_s, now_s
+            if before_s:
                 self._compare(seat, now_s)
         except NvmlCallError as failure:
             if failure.code in LOST:
