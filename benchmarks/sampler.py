@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,6 +63,7 @@ class StubLibrary:
         self._clock = ctypes.c_int(7)
         self._out = (ctypes.c_long * 2)()
         self._where = ctypes.byref(self._out)
+        self._values = array("d", [0.0]) * (PARTITIONS * len(PARTITION_SIGNALS) + 4)
 
     def capabilities(self) -> Capabilities:
         """Return a fixed answer."""
@@ -114,17 +116,16 @@ class StubLibrary:
 
     def sample(self, device: DeviceId, sink: SignalSink) -> None:
         """Call into C once for each partition and four times for the device."""
-        call, clock, where, out, put = self._call, self._clock, self._where, self._out, sink.put
+        call, clock, where, out = self._call, self._clock, self._where, self._out
+        values = self._values
         for slot in range(0, PARTITIONS * 4, 4):
             call(clock, where)
             value = out[1] * 1e-9
-            put(slot, value)
-            put(slot + 1, value)
-            put(slot + 2, value)
-            put(slot + 3, value)
+            values[slot] = values[slot + 1] = values[slot + 2] = values[slot + 3] = value
         for slot in range(PARTITIONS * 4, PARTITIONS * 4 + 4):
             call(clock, where)
-            put(slot, out[1] * 1e-9)
+            values[slot] = out[1] * 1e-9
+        sink.put_many(0, values)
 
     def wait_events(self, timeout_s: float) -> Sequence[DeviceEvent]:
         """Wait, and return one event with the time it happened if any are wanted."""

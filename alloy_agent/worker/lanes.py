@@ -45,13 +45,22 @@ class Gate:
         self._lock = threading.Lock()
         self.deadline_ns = 0
 
-    def enter(self, doing: int, deadline_ns: int, wait_s: float = 0.0) -> bool:
-        """Return whether the device is ours now, waiting up to `wait_s` for it."""
+    def enter(
+        self, doing: int, deadline_ns: int, wait_s: float = 0.0, now_ns: int | None = None
+    ) -> bool:
+        """Return whether the device is ours now, waiting up to `wait_s` for it.
+
+        Args:
+            doing: What for.
+            deadline_ns: When it should be done.
+            wait_s: How long to wait.
+            now_ns: The time, from a caller that does not wait and has just read it.
+        """
         if not (self._lock.acquire(timeout=wait_s) if wait_s > 0 else self._lock.acquire(False)):
             return False
         word, words = self._word, self._words
         self.deadline_ns = deadline_ns
-        words[word + 1] = time.monotonic_ns()
+        words[word + 1] = time.monotonic_ns() if now_ns is None else now_ns
         words[word + 2] = threading.get_ident()
         words[word] = doing
         return True

@@ -176,6 +176,8 @@ class PageWriter:
         end = first + count
         if first < 0 or end > self.slots:
             raise IndexError(f"slots {first} to {end} of a page of {self.slots}")
+        if not count:
+            return  # an array that is mapped takes no empty slice, as that could resize it
         columns = self._columns
         if quality is VALUE:
             columns[first:end] = values if type(values) is array else array("d", values)

@@ -26,6 +26,8 @@ import os
 import resource
 import threading
 import time
+from time import CLOCK_BOOTTIME as CLOCK
+from time import clock_gettime as boottime_s
 from typing import TYPE_CHECKING, Final
 
 from alloy_agent.worker import pace
@@ -70,6 +72,7 @@ class Seat:
         self.pieces: object = None  # what the specs were read for
         self.errors = 0
         self.skip = 0  # ticks to leave out after errors
+        self.took_s = 0.0  # the last sample
 
 
 class Runner:
@@ -123,6 +126,7 @@ class Sampler:
         self._board = board
         self._words = board.words
         self._cpu_share_max = start.cpu_share_max
+        self._deadline_s = start.sample_deadline_s
         self._deadline_ns = int(start.sample_deadline_s * 1e9)
         self._realtime = start.realtime and limit_realtime()
         self._publish = publish
@@ -147,7 +151,7 @@ class Sampler:
             seat.skip -= 1
             return
         now_ns = time.monotonic_ns()
-        if not seat.gate.enter(SAMPLE, now_ns + self._deadline_ns):
+        if not seat.gate.enter(SAMPLE, now_ns + self._deadline_ns, now_ns=now_ns):
             seat.owed = True
             self._words[Field.SKIPPED] += 1
             return
@@ -155,7 +159,7 @@ class Sampler:
             self.sample(seat)
         finally:
             seat.gate.leave()
-        if time.monotonic_ns() - now_ns > self._deadline_ns:
+        if seat.took_s > self._deadline_s:
             runner.in_time_since_s = time.monotonic()
             self.set_apart(runner, seat)
 
@@ -165,13 +169,18 @@ class Sampler:
         if page is None or seat.quiesced:
             return
         seat.owed = False
+        began_s = now_s = boottime_s(CLOCK)
         try:
-            page.begin(time.clock_gettime(time.CLOCK_BOOTTIME))
+            page.begin(began_s)
             self._backend.sample(seat.device, page)
-            page.commit(time.clock_gettime(time.CLOCK_BOOTTIME))
+            now_s = boottime_s(CLOCK)
+            page.commit(now_s)
         except Exception as exc:  # noqa: BLE001 - costs this device some ticks, no more
+            now_s = boottime_s(CLOCK)
             self._failed(seat, exc)
             return
+        finally:
+            seat.took_s = now_s - began_s
         seat.errors = 0
 
     def _failed(self, seat: Seat, exc: Exception) -> None:
