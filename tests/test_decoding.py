@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -426,3 +427,10 @@ def test_no_json_ever_raises_anything_else(text: str) -> None:
     """Whatever the text, it is read or refused in one line."""
     for candidate in (text, f'{{"groups": {text}}}'):
         assert "\n" not in told(decode_json, candidate, Outer, "f.json")
+
+
+def test_a_named_pipe_is_refused_without_opening_it(tmp_path: Path) -> None:
+    """A pipe that nobody writes to would hold up whoever reads it, a reload of the daemon too."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="named pipe: name a file"):
+        read_text(tmp_path / "pipe")

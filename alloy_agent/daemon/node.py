@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -184,7 +185,7 @@ class Node:
         try:
             return Store.open(path, read_only=not self._write)
         except StoreCorruptError as exc:
-            if not (self._salvage or self._lenient):
+            if self._write and not (self._salvage or self._lenient):
                 raise
             self.degrade(str(exc))
             self.notes.append(f"nothing is recorded: {exc}")
@@ -194,11 +195,10 @@ class Node:
                 self._write = False
                 self.notes.append(f"nothing is recorded: {exc}")
                 return self._open_store()
-            if self._write or _readable(path):
+            if self._write:
                 raise
-            self.notes.append(
-                f"{path} is not readable for this user: generations and tenants are not known"
-            )
+            reason = str(exc) if _readable(path) else f"{path} is not readable for this user"
+            self.notes.append(f"generations and tenants are not known: {reason}")
             return Store.open(NOWHERE, read_only=True)
 
     def degrade(self, reason: str) -> None:
@@ -232,7 +232,16 @@ class Node:
         """
         from alloy_agent.layout import choose, read_layout
 
-        return choose(read_layout(request.text, request.file), request.layout, snapshot.devices)
+        file = read_layout(request.text, request.file)
+        try:
+            return choose(file, request.layout, snapshot.devices)
+        except ConfigError as exc:
+            down = [
+                f"worker {w.backend} is down: {w.reason}" for w in snapshot.workers if not w.alive
+            ]
+            if not down:
+                raise
+            raise ConfigError(f"{exc.message} ({'; '.join(down)})", cure=exc.cure) from exc
 
     def plan_for(self, layout: Layout, snapshot: Snapshot) -> Plan:
         """Return the steps from a snapshot to a layout.
@@ -504,14 +513,14 @@ def _digest(settings: Settings) -> str:
 
 
 def _readable(path: Path) -> bool:
-    """Whether this user can look into the state directory at all."""
+    """Whether this user may look into the state directory at all; opens nothing."""
     try:
-        with (path / "state.db").open("rb"):
-            return True
+        (path / "state.db").stat()
     except PermissionError:
         return False
     except OSError:
         return True
+    return os.access(path / "state.db", os.R_OK, effective_ids=True)
 
 
 def _refuse_changed(request: LayoutRequest, snapshot: Snapshot) -> None:

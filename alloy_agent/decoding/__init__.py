@@ -8,6 +8,7 @@ untrusted: it is bounded before it is built, and nothing but a `ConfigError` eve
 from __future__ import annotations
 
 import errno
+import stat
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
@@ -96,13 +97,19 @@ def decode_json(text: str, type_: type[T], file: str) -> T:
         raise ConfigError(f"{file}: {exc}", cure="correct the value") from exc
 
 
+OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
 def read_text(path: FilePath | str) -> str:
-    """Return the text of a file ("/dev/stdin" and pipes too), bounded and UTF-8.
+    """Return the text of a file ("/dev/stdin" and pipes that are open too), bounded and UTF-8.
 
     Raises:
-        ConfigError: It is missing, unreadable, too large or no UTF-8.
+        ConfigError: It is missing, unreadable, too large or no UTF-8; or a named pipe, which may
+            never have a writer, and would hold up a daemon that reads it again.
     """
     try:
+        if stat.S_ISFIFO(FilePath(path).stat().st_mode) and not str(path).startswith(OPEN_ALREADY):
+            raise ConfigError(f"{path}: is a named pipe", cure="name a file")
         with FilePath(path).open("rb") as stream:
             raw = stream.read(SIZE_MAX_BYTES + 1)
     except OSError as exc:

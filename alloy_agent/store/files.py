@@ -145,8 +145,21 @@ def prepare_directory(state_dir: Path) -> None:
         raise os_failure(exc, state_dir) from exc
 
 
+def refuse_odd_file(path: Path) -> None:
+    """Raise `StoreError` for what is no file: opening a pipe could wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise os_failure(exc, path) from exc
+    if not stat.S_ISREG(mode):
+        raise StoreError(f"state {path}: it is no file", cure="move it out of the way")
+
+
 def claim_file(path: Path) -> None:
     """Make `path` with mode 0600 where it is missing; never follows a link."""
+    refuse_odd_file(path)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:

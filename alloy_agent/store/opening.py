@@ -167,6 +167,7 @@ def open_copy(path: Path) -> sqlite3.Connection:
     memory = connect("file::memory:")
     try:
         if path.exists():
+            files.refuse_odd_file(path)
             with _source(path) as source:
                 inspect(source, path)
                 source.backup(memory)

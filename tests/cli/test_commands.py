@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,50 @@ def test_a_head_from_outside_must_be_in_the_chain(alloy: Run, tmp_path: Path) ->
     assert alloy("evidence", "verify", state, "--head", head).code == 0
     assert alloy("evidence", "verify", state, "--head", f"1:{'0' * 64}").code == 1
     assert alloy("evidence", "verify", state, "--head", "nonsense").code == 2
+
+
+def _cut(state: Path) -> None:
+    path = state / "state.db"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def _pipe(state: Path) -> None:
+    (state / "state.db").unlink()
+    os.mkfifo(state / "state.db")
+
+
+def _folder(state: Path) -> None:
+    (state / "state.db").unlink()
+    (state / "state.db").mkdir()
+
+
+@pytest.mark.parametrize("spoil", [_cut, _pipe, _folder])
+def test_devices_are_shown_whatever_the_state_is(
+    alloy: Run, layout: Path, tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    """With state that cannot be read, what the devices say is shown, with why the rest is not."""
+    assert alloy("apply", str(layout), "--layout", "halves", "--yes").code == 0
+    spoil(tmp_path / "state")
+    shown = alloy("devices")
+    assert shown.code == 0
+    assert "3g.40gb@4" in shown.out
+    assert "state.db" in shown.err
+    assert alloy("plan", str(layout), "--layout", "halves", "--exit-code").code == 0
+    assert alloy("audit").code == 3
+    assert alloy("apply", str(layout), "--layout", "whole", "--yes").code == 2
+
+
+def test_a_layout_without_its_devices_says_that_a_worker_is_down(
+    alloy: Run, layout: Path, tmp_path: Path
+) -> None:
+    """'Matches no device' is half of the truth where the worker of those devices cannot start."""
+    assert alloy("apply", str(layout), "--layout", "halves", "--yes").code == 0
+    (machine,) = (tmp_path / "state").glob("silicon-*.json")
+    machine.write_text("{")
+    done = alloy("plan", str(layout), "--layout", "halves")
+    assert done.code == 2
+    assert "matches no device" in done.err
+    assert "worker fake is down" in done.err
 
 
 def test_a_read_only_state_directory_is_looked_at(alloy: Run, layout: Path, tmp_path: Path) -> None:
