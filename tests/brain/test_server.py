@@ -448,6 +448,7 @@ def weather(tmp_path: Path, kills: int) -> None:
     try:
         for number in range(kills):
             time.sleep(0.9 + 0.1 * (number % 3))
+            until(lambda n=number: len(granted) > n, "a grant before the kill")  # type: ignore[misc]
             served.kill()
             served.start()
         stop.set()
