@@ -227,7 +227,10 @@ def test_a_call_in_flight_learns_of_the_death_at_once(lab: Lab) -> None:
 
 @pytest.mark.parametrize("call", ["observe", "sample", "facts"])
 def test_a_device_that_crashes_the_library_twice_is_quarantined(lab: Lab, call: str) -> None:
-    """A segmentation fault in device 1, twice: it is LOST, the others go on, no third one."""
+    """A segmentation fault in device 1, twice: it is LOST, the others go on.
+
+    A death whose trace names no device counts as a suspicion only, and one more is waited for.
+    """
     worker = lab.worker({f"dev1.{call}": "segv"}, devices=4, settings=FAST)
 
     def quarantined() -> tuple[DeviceId, ...]:
@@ -240,8 +243,9 @@ def test_a_device_that_crashes_the_library_twice_is_quarantined(lab: Lab, call: 
         worker.observe(DEV[1])
     wait_for(lambda: _answers(worker), "a worker that stays up")
     wait_for(lambda: all(head(worker, d) > 3 for d in (DEV[0], DEV[2], DEV[3])), "sampling")
-    assert len(lab.entered("dev1", call)) == 2
-    assert worker.state().restarts == 2
+    deaths = len(lab.entered("dev1", call))
+    assert deaths in (2, 3)
+    assert worker.state().restarts == deaths
     answers = worker.observe_many(DEV[:4])
     assert [d for d, a in answers.items() if isinstance(a, BackendError)] == [DEV[1]]
 
