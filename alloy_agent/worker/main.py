@@ -453,7 +453,8 @@ def main(argv: list[str]) -> int:
     )  # the control process ends us; it may need us for its own end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGXCPU,))  # all threads; the beat takes it
-    faulthandler.enable(note_fd, all_threads=False)
+    # All threads: only then does the trace name the thread that the signal struck.
+    faulthandler.enable(note_fd, all_threads=True)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.stack_size(STACK_BYTES)
     gc.disable()

@@ -227,10 +227,7 @@ def test_a_call_in_flight_learns_of_the_death_at_once(lab: Lab) -> None:
 
 @pytest.mark.parametrize("call", ["observe", "sample", "facts"])
 def test_a_device_that_crashes_the_library_twice_is_quarantined(lab: Lab, call: str) -> None:
-    """A segmentation fault in device 1, twice: it is LOST, the others go on.
-
-    A death whose trace names no device counts as a suspicion only, and one more is waited for.
-    """
+    """A segmentation fault in device 1, twice: it is LOST, the others go on, no third one."""
     worker = lab.worker({f"dev1.{call}": "segv"}, devices=4, settings=FAST)
 
     def quarantined() -> tuple[DeviceId, ...]:
@@ -243,11 +240,22 @@ def test_a_device_that_crashes_the_library_twice_is_quarantined(lab: Lab, call: 
         worker.observe(DEV[1])
     wait_for(lambda: _answers(worker), "a worker that stays up")
     wait_for(lambda: all(head(worker, d) > 3 for d in (DEV[0], DEV[2], DEV[3])), "sampling")
-    deaths = len(lab.entered("dev1", call))
-    assert deaths in (2, 3)
-    assert worker.state().restarts == deaths
+    assert len(lab.entered("dev1", call)) == 2
+    assert worker.state().restarts == 2
     answers = worker.observe_many(DEV[:4])
     assert [d for d, a in answers.items() if isinstance(a, BackendError)] == [DEV[1]]
+
+
+def test_a_crash_is_blamed_on_the_device_that_was_struck(lab: Lab) -> None:
+    """While a neighbour is inside of a call too, the trace names the one that crashed."""
+    worker = lab.worker({"dev1.facts": "segv", "dev0.facts": "hang"}, devices=2, sample=False)
+    worker.discover()
+    pending = worker._begin("facts", DEV[0], 60.0)
+    wait_for(lambda: lab.entered("dev0", "facts"), "the neighbour is inside")
+    with pytest.raises(WorkerDownError, match="SIGSEGV in a call on dev1"):
+        worker.facts(DEV[1])
+    with pytest.raises(WorkerDownError):
+        worker._finish(pending, 60.0)
 
 
 def test_a_released_device_is_touched_again(lab: Lab) -> None:
