@@ -85,6 +85,8 @@ class Brain:
         stream = Stream(hello)
         threading.Thread(target=self.read, args=(stream, incoming), daemon=True).start()
         context.add_callback(stream.close)
+        # Before the welcome: whoever sees the agent connected may ask for its stream at once.
+        self.streams.append(stream)
         if self.welcomes:
             after = self.high.get((hello.node, hello.epoch), 0)
             yield pb.BrainMessage(
@@ -97,7 +99,6 @@ class Brain:
                     telemetry_interval_ms=self.telemetry_interval_ms,
                 ),
             )
-        self.streams.append(stream)
         while (message := stream.out.get()) is not None:
             yield message
 
