@@ -67,6 +67,7 @@ class TenantStatus(Value, frozen=True, kw_only=True):
     frozen: bool
     metered: bool
     trouble: str = ""
+    leased: bool = False  # its gate had a lease at the last renewal
 
 
 class ShareStatus(Value, frozen=True, kw_only=True):
@@ -85,6 +86,12 @@ class ShareStatus(Value, frozen=True, kw_only=True):
     ticks: int
     overruns: int
     tenants: tuple[TenantStatus, ...]
+    e_value: float = 0.0
+    windows: int = 0
+    skipped: int = 0  # windows that were not judged
+    budget_ratio: float = 0.02
+    throttled: str = ""  # why windows are not comparable now
+    held: str = ""  # why no neighbour gets a lease
 
 
 @dataclass
@@ -98,6 +105,7 @@ class _Tenant:
     slots: tuple[Slot, ...] = ()
     busy: list[tuple[float, float]] = field(default_factory=list)
     trouble: str = ""
+    leased: bool = False
 
 
 class SharedDevice:
@@ -115,6 +123,8 @@ class SharedDevice:
         self.limits = limits or RateLimits()
         self.state = RateState(heard_s=clock())
         self.audit, self.audit_limits = AuditState(), AuditLimits()
+        self.throttled = ""  # power, heat or clocks hold the device back: nothing is judged
+        self.held = ""  # an operator or a brain holds the neighbours
         self._folder, self._freezer, self._clock = folder, freezer, clock
         self._tenants: dict[str, _Tenant] = {}
         self._order = GateOrder(stopped=True)
@@ -125,10 +135,19 @@ class SharedDevice:
         self._window: list[tuple[Burst, float | None]] = []
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
 
-    def add(
-        self, name: str, role: str, *, weight: float = 1.0, cgroup: str = "", uid: int | None = None
+    def add(  # noqa: PLR0913 - what a tenant is
+        self,
+        name: str,
+        role: str,
+        *,
+        weight: float = 1.0,
+        cgroup: str = "",
+        uid: int | None = None,
+        adopt: bool = False,
     ) -> dict[str, str]:
         """Make a tenant's pages and return the environment that leads it to them.
+
+        `adopt` takes up the pages of a tenant that an earlier agent left running.
 
         Raises:
             ConfigError: The role is none, or the device has a production tenant already.
@@ -144,10 +163,11 @@ class SharedDevice:
                 cure="end it first, or add this one as opportunistic",
             )
         state, order = self._folder / f"{name}.state", self._folder / f"{name}.order"
-        make_state(state, os.getuid() if uid is None else uid, -1)
-        page = OrderPage(order, role)
+        if not adopt:
+            make_state(state, os.getuid() if uid is None else uid, -1)
+        page = OrderPage(order, role, adopt=adopt)
         self._tenants[name] = _Tenant(name, role, weight, cgroup, StatePage(state), page)
-        if role == "production":
+        if role == "production" and not adopt:
             self._lead_to(state)
         return {
             "ALLOY_GATE_ROLE": role,
@@ -187,7 +207,8 @@ class SharedDevice:
             if tenant.order is None:
                 continue
             order = split.get(tenant.name, self._order)
-            if tenant.trouble:
+            tenant.leased = not (tenant.trouble or self.held or order.stopped)
+            if tenant.trouble or self.held:
                 tenant.order.revoke()
             else:
                 tenant.order.write(order, until_s, self._dead_slots)
@@ -222,6 +243,17 @@ class SharedDevice:
             stop.wait(RENEW_S)
         self.close()
 
+    def leave(self) -> None:
+        """Shut the gates and thaw, and leave the pages to the next agent, which adopts them."""
+        for tenant in self._tenants.values():
+            if tenant.order is not None:
+                tenant.order.revoke()
+                tenant.order.close()
+            tenant.state.close()
+        self._tenants.clear()
+        if self._freezer is not None:
+            self._freezer.close()
+
     def close(self) -> None:
         """Shut the gates and thaw; production goes on."""
         for name in list(self._tenants):
@@ -246,6 +278,12 @@ class SharedDevice:
             ticks=self._ticks,
             overruns=self._overruns,
             tenants=tuple(self._status_of(t) for t in self._tenants.values()),
+            e_value=found.e_value,
+            windows=found.windows,
+            skipped=found.skipped,
+            budget_ratio=self.limits.budget_ratio,
+            throttled=self.throttled,
+            held=self.held,
         )
 
     # --- reading -----------------------------------------------------------------------------
@@ -281,7 +319,7 @@ class SharedDevice:
         slots = producer.state.slots() if producer is not None else ()
         if producer is None or slots is None:
             alive = producer is not None and any(_alive(s.pid) for s in producer.slots)
-            return RateSample(now_s=now_s, alive=alive)
+            return RateSample(now_s=now_s, alive=alive, comparable=not self.throttled)
         producer.slots = slots
         living = [s for s in slots if _alive(s.pid)]
         self._dead_slots = sum(1 << s.index for s in slots if s not in living)
@@ -296,6 +334,7 @@ class SharedDevice:
             outstanding=any(s.outstanding for s in living),
             alive=bool(living),
             heard_s=now_s,
+            comparable=not self.throttled,
         )
 
     def _marked(self, burst: Burst, lost: bool) -> Burst:
@@ -343,6 +382,7 @@ class SharedDevice:
             bursts=len(judged),
             demand=demand,
             comparable=sample.comparable,
+            why=f"not comparable: {self.throttled}" if self.throttled else "",
         )
         self.audit = watch(self.audit, window, self.audit_limits)
 
@@ -366,6 +406,7 @@ class SharedDevice:
             frozen=self._freezer is not None and tenant.cgroup in self._freezer.frozen,
             metered=bool(living) and not tenant.trouble,
             trouble=tenant.trouble,
+            leased=tenant.leased,
         )
 
 

@@ -62,14 +62,18 @@ class Slot(Value, frozen=True, kw_only=True):
 
 
 class OrderPage:
-    """The page by which the agent tells one tenant's gates what to do."""
+    """The page by which the agent tells one tenant's gates what to do.
 
-    def __init__(self, path: Path, role: str) -> None:
+    `adopt` takes up the page that an earlier agent made, which gates already look at.
+    """
+
+    def __init__(self, path: Path, role: str, *, adopt: bool = False) -> None:
         self.path = path
         self._role = ROLES[role]
-        self._sequence = 0
-        self._generation = 0
-        self._map = _make(path, ORDER_BYTES, 0o644)
+        self._map = _open(path, ORDER_BYTES) if adopt else _make(path, ORDER_BYTES, 0o644)
+        before, _, generation = struct.unpack_from("<3Q", self._map, SEQUENCE_AT)
+        self._sequence = before + before % 2  # odd: whoever wrote it died while writing
+        self._generation = generation
 
     def write(self, order: GateOrder, lease_until_s: float, dead_slots: int = 0) -> None:
         """Publish an order that holds until a time on the boot clock."""
@@ -166,6 +170,15 @@ def _make(path: Path, size: int, mode: int) -> mmap.mmap:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         os.ftruncate(handle, size)
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path, size: int) -> mmap.mmap:
+    """Return a mapping of a file that is there already."""
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
         return mmap.mmap(handle, size)
     finally:
         os.close(handle)
