@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -323,20 +320,3 @@ def test_rules_that_cannot_be_understood_are_unknown() -> None:
     """A line of another form, or a process that is gone, is no fence and no pass."""
     assert rules_of("what is this\n")(7) is None
     assert rules_of("c 226:128 rw\n")(8) is None
-
-
-@pytest.mark.host
-def test_a_child_in_a_real_cgroup_asks_for_nodes_and_leaves_nothing() -> None:
-    """The kernel answers for a process in the cgroup; nodes that are not there are not allowed."""
-    mount = fence.unified(Files(), Roots())
-    if not mount or not os.access(mount, os.W_OK):
-        pytest.skip("no writable cgroup v2 tree on this host")
-    group = Path(mount) / f"alloytest-amd-{os.getpid()}-{time.monotonic_ns()}"
-    group.mkdir()
-    try:
-        found = fence.ask(f"{group}/cgroup.procs", ["/dev/null", "/dev/no-such-node"])
-        assert found == ["/dev/null"]
-        assert (group / "cgroup.procs").read_text() == ""
-        assert fence.ask(f"{group}/no/cgroup.procs", ["/dev/null"]) is None
-    finally:
-        group.rmdir()

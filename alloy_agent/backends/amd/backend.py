@@ -45,6 +45,7 @@ from alloy_agent.errors import (
     UnsupportedError,
 )
 from alloy_agent.host.clock import boot_id, boottime_s
+from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import (
     Capabilities,
     Configure,
@@ -130,6 +131,7 @@ class AmdBackend:
         self._known: dict[DeviceId, str] = {}  # id to PCI address, of every device ever seen
         self._quiet: set[DeviceId] = set()
         self._samplers: dict[DeviceId, Sampler] = {}
+        self._programs = DevicePrograms(clock)
 
     # --- what there is ---
 
@@ -526,7 +528,7 @@ class AmdBackend:
         sight = self.look(device)
         noted = self._ledger.device(device)
         seen = pieces.device_of(self.files, self.roots, sight, noted, self._driver())
-        collector = Collector(self.files, self.roots, self._clock())
+        collector = Collector(self.files, self.roots, self._clock(), self._programs)
         return collector.collect(sight, seen, self._partitions(sight, noted), noted)
 
     def diagnose(self) -> tuple[Diagnosis, ...]:

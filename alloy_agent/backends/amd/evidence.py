@@ -26,6 +26,7 @@ from alloy_agent.backends.amd.modes import memory_domains
 from alloy_agent.backends.amd.pieces import Sight
 from alloy_agent.backends.amd.processes import KfdProcess, comm_of, kfd_processes, unlisted
 from alloy_agent.errors import ConfigError
+from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
 OPENERS_SHOWN: Final = 8
@@ -36,8 +37,15 @@ _DMEM: Final = re.compile(r"drm/(?P<bus>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-
 class Collector:
     """Facts of one reading."""
 
-    def __init__(self, files: Files, roots: Roots, now_s: float) -> None:
+    def __init__(
+        self,
+        files: Files,
+        roots: Roots,
+        now_s: float,
+        programs: DevicePrograms | None = None,
+    ) -> None:
         self._files, self._roots, self._now_s = files, roots, now_s
+        self._programs = programs
         self._untold = ""  # why nobody can tell who is on the device
         self._found: list[Fact] = []
 
@@ -52,7 +60,7 @@ class Collector:
         processes = kfd_processes(self._files, self._roots)
         self._untold = unlisted(self._files, self._roots) or _unread(processes)
         self._of_device(sight, device, partitions, processes)
-        fences = fence.Fences(self._files, self._roots)
+        fences = fence.Fences(self._files, self._roots, self._programs)
         masks = mqd.read(self._files, self._roots, sight.nodes) if noted.shares else None
         for partition in partitions:
             inside = members(sight, partition, processes)
@@ -183,7 +191,8 @@ class Collector:
         for process in inside:
             rules = fences.of(process.pid)
             if rules is None:
-                reason = f"the device rules of pid {process.pid} cannot be read"
+                why = f": {fences.reason}" if fences.reason else ""
+                reason = f"the device rules of pid {process.pid} cannot be read{why}"
                 self._absent(partition.id, "cgroup.device_fence", reason)
                 return
             by.append(rules.by)

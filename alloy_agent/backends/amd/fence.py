@@ -1,7 +1,8 @@
 """Which device nodes a tenant's cgroup lets it open.
 
-A v1 `devices` hierarchy says so in files. In v2 the rules are programs that nobody can read back,
-so a child joins the tenant's cgroup and asks the kernel (`access`) for each node, opening none.
+A v1 `devices` hierarchy says so in files. In v2 the rules are programs that nobody can read back:
+`host.deviceprograms` asks which are in effect, and a child in the tenant's cgroup what they allow.
+On a host with both, v1 rules that let everything pass leave the word to the programs.
 
 Source: kernel security/device_cgroup.c (`devices.list`), Documentation/admin-guide/cgroup-v1.
 """
@@ -9,17 +10,15 @@ Source: kernel security/device_cgroup.c (`devices.list`), Documentation/admin-gu
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
 from alloy_agent.backends.amd.files import Files, Roots
+from alloy_agent.host.deviceprograms import METHOD, DevicePrograms
 from alloy_agent.model import Value
 
 DRM_MAJOR: Final = 226
 RENDER_MINOR: Final = 128
-PROBE_S: Final = 5.0
 _RULE: Final = re.compile(r"(?P<kind>[abc]) (?P<major>\*|[0-9]+):(?P<minor>\*|[0-9]+) (?P<how>\w+)")
 # Character devices that every container may open. Source: OCI runtime specification.
 _MEMORY_DEVICES: Final = {3: "/dev/null", 5: "/dev/zero", 7: "/dev/full", 8: "/dev/random"}
@@ -35,21 +34,29 @@ class Rules(Value, frozen=True, kw_only=True):
 class Fences:
     """Device rules by cgroup, each looked at once."""
 
-    def __init__(self, files: Files, roots: Roots) -> None:
+    def __init__(self, files: Files, roots: Roots, programs: DevicePrograms | None = None) -> None:
         self._files, self._roots = files, roots
+        self._programs = programs or DevicePrograms()
         self._known: dict[str, Rules | None] = {}
         self.method = "devices.list (v1)"
+        self.reason = ""  # why the last rules asked for are unknown
         major, _, _ = (files.text(f"{roots.sys}/class/kfd/kfd/dev") or "").partition(":")
         self._kfd_major = int(major) if major.isdecimal() else -1
 
     def of(self, pid: int) -> Rules | None:
-        """Return the rules of a process; None: they cannot be read."""
+        """Return the rules of a process; None: they cannot be read, `reason` says why."""
+        self.reason = ""
         v1 = v1_path(self._files, self._roots, pid)
-        path = v1 or v2_path(self._files, self._roots, pid)
-        if path is None:
-            return None
+        rules = None if v1 is None else self._once(v1, self._listed)
+        v2 = v2_path(self._files, self._roots, pid)
+        if v2 is None or (v1 is not None and (rules is None or rules.by)):
+            return rules
+        programs = self._once(v2, self._asked)
+        return rules if v1 is not None and (programs is None or not programs.by) else programs
+
+    def _once(self, path: str, read: Callable[[str], Rules | None]) -> Rules | None:
         if path not in self._known:
-            self._known[path] = self._listed(path) if v1 else self._asked(path)
+            self._known[path] = read(path)
         return self._known[path]
 
     def _listed(self, path: str) -> Rules | None:
@@ -90,48 +97,20 @@ class Fences:
         return [f"/dev/dri/{name}{minor}"]
 
     def _asked(self, path: str) -> Rules | None:
-        self.method = "a child in the tenant's cgroup asked for each node (v2)"
         nodes = [f"{self._roots.dev}/kfd"]
         nodes += [
             f"{self._roots.dev}/dri/{name}"
             for name in self._files.listed(f"{self._roots.dev}/dri")
             if name.startswith("renderD")
         ]
-        found = ask(f"{path}/cgroup.procs", nodes)
-        if found is None:
+        found = self._programs.rules_of(path, nodes)
+        if isinstance(found, str):
+            self.reason = found
             return None
-        allowed = tuple(node.replace(self._roots.dev, "/dev", 1) for node in found)
-        fenced = len(found) < len(nodes)
-        return Rules(by=f"device program of {Path(path).name}" if fenced else "", allowed=allowed)
-
-
-_CHILD: Final = """
-import os, sys
-with open(sys.argv[1], "w") as stream:
-    stream.write(str(os.getpid()))
-for node in sys.argv[2:]:
-    if os.access(node, os.R_OK | os.W_OK):
-        print(node)
-print("asked")
-"""
-
-
-def ask(procs: str, nodes: list[str]) -> list[str] | None:
-    """Return which nodes a process in a cgroup may open for reading and writing; None: unknown."""
-    command = [sys.executable, "-I", "-S", "-c", _CHILD, procs, *nodes]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=PROBE_S,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            check=False,
-        )
-    except (subprocess.TimeoutExpired, OSError):
-        return None
-    lines = done.stdout.splitlines()
-    return lines[:-1] if done.returncode == 0 and lines and lines[-1] == "asked" else None
+        if found.by:
+            self.method = METHOD
+        allowed = tuple(node.replace(self._roots.dev, "/dev", 1) for node in found.allowed)
+        return Rules(by=found.by, allowed=allowed)
 
 
 def v1_path(files: Files, roots: Roots, pid: int) -> str | None:

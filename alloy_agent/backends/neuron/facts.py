@@ -16,12 +16,14 @@ from alloy_agent.backends.neuron.monitor import MonitorHealth, Report
 from alloy_agent.backends.neuron.occupancy import Occupant, is_granted, place_of
 from alloy_agent.backends.neuron.tree import COUNTER_MAX, DeviceTree, read_attribute, whole_number
 from alloy_agent.host.cgroupfs import CgroupTopology, detect
+from alloy_agent.host.deviceprograms import METHOD, PROGRAM, DevicePrograms
 from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share, Value
 
 DRIVER_FLOOR: Final = "2.26.5"  # fixes three memory-safety faults of ioctls; release notes
 DESCRIPTORS: Final = "descriptors below /proc by device number"
 RECORD: Final = "record of grants"
 MONITOR: Final = "neuron-monitor"
+LISTED: Final = "devices.list of the processes' cgroups"
 
 
 class Look(Value, frozen=True, kw_only=True):
@@ -54,7 +56,8 @@ class Look(Value, frozen=True, kw_only=True):
 
 
 class _Facts:
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, topology: CgroupTopology, programs: DevicePrograms) -> None:
+        self.topology, self.programs = topology, programs
         self._now_s = now_s
         self.found: list[Fact] = []
 
@@ -92,13 +95,13 @@ class _Facts:
         )
 
 
-def collect(look: Look, proc_root: str) -> tuple[Fact, ...]:
+def collect(look: Look, proc_root: str, programs: DevicePrograms | None = None) -> tuple[Fact, ...]:
     """Return the facts of one device and of its partitions."""
-    facts = _Facts(look.now_s)
-    topology = detect(proc_root)
+    facts = _Facts(look.now_s, detect(proc_root), programs or DevicePrograms())
     _of_device(facts, look)
     for partition in look.partitions:
-        _of_partition(facts, look, partition, topology)
+        inside = _of_partition(facts, look, partition)
+        _fence(facts, look, partition, inside)
     return tuple(facts.found)
 
 
@@ -199,9 +202,7 @@ def core_memory(tree: DeviceTree, core: int, most: int | None) -> int | None:
 # --- a partition -------------------------------------------------------------------------------
 
 
-def _of_partition(
-    facts: _Facts, look: Look, partition: Partition, topology: CgroupTopology
-) -> None:
+def _of_partition(facts: _Facts, look: Look, partition: Partition) -> tuple[Occupant, ...]:
     inside = look.inside(partition)
     ident = partition.id
     facts.add(ident, "partition.exists", True, RECORD)
@@ -215,7 +216,7 @@ def _of_partition(
     facts.add(ident, "partition.own_nodes", own, RECORD)
     _memory(facts, look, partition)
     _cores(facts, look, partition, inside)
-    _fence(facts, look, partition, inside, topology)
+    return inside
 
 
 def _process(look: Look, one: Occupant) -> Json:
@@ -314,20 +315,23 @@ def _fence(
     look: Look,
     partition: Partition,
     inside: tuple[Occupant, ...],
-    topology: CgroupTopology,
 ) -> None:
     """Add what device rules let the tenant's processes open; the widest of them counts."""
     name = "cgroup.device_fence"
     if not inside:
         facts.absent(partition.id, name, "no process of the tenant to look at")
         return
-    fences = [device_fence(one.holder.cgroups, topology, look.nodes) for one in inside]
+    fences = [
+        device_fence(one.holder.cgroups, facts.topology, look.nodes, facts.programs)
+        for one in inside
+    ]
     unseen = next((fence for fence in fences if isinstance(fence, str)), None)
     rules = [fence for fence in fences if isinstance(fence, Fence)]
     if unseen is not None and not any(fence.everything for fence in rules):
         facts.absent(partition.id, name, unseen)
         return
-    facts.add(partition.id, name, _widest(rules), "devices.list of the processes' cgroups")
+    method = METHOD if any(PROGRAM in fence.by for fence in rules) else LISTED
+    facts.add(partition.id, name, _widest(rules), method)
 
 
 def _widest(rules: Sequence[Fence]) -> Json:

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from alloy_agent.backends.neuron.topology import parse_cores
 from alloy_agent.host.cgroupfs import CgroupTopology
+from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.host.processes import list_pids, printable, read_bytes, read_process
 from alloy_agent.model import Value
 
@@ -231,31 +232,56 @@ class Fence(Value, frozen=True, kw_only=True):
     everything: bool = False
 
 
+OPEN: Final = Fence(by="", everything=True)
+
+
 def device_fence(
     cgroups: Mapping[str, str],
     topology: CgroupTopology,
     nodes: Mapping[int, int],
+    programs: DevicePrograms | None = None,
 ) -> Fence | str:
     """Return the device rules of a process, or why they cannot be seen.
 
-    Only the v1 controller shows its rules as text. Those of v2 are a program in the kernel, which
-    is not read here; a claim about them would rest on nothing.
+    The v1 controller shows its rules as text. Those of v2 are programs in the kernel: which are in
+    effect is asked of it, and what they allow of a child in the tenant's cgroup.
     """
     hierarchy = topology.of("devices")
     path = cgroups.get("devices")
     if hierarchy is None or path is None:
-        return "device rules are a kernel program on cgroup v2, which shows no text"
+        return _of_programs(cgroups, topology, nodes, programs)
     file = f"{hierarchy.folder(path)}/devices.list"
     raw = read_bytes(file)
     if not raw.strip():
         return f"{file} cannot be read"
     rules = tuple(_rules(raw))
     if any(rule == ("a", None, None) for rule in rules):
-        return Fence(by="", everything=True)
+        made = _of_programs(cgroups, topology, nodes, programs)
+        return made if isinstance(made, Fence) and made.by else OPEN
     allowed = {
         number for rdev, number in nodes.items() if any(_covers(rule, rdev) for rule in rules)
     }
     return Fence(by=f"devices cgroup {path}", allowed=tuple(sorted(allowed)))
+
+
+def _of_programs(
+    cgroups: Mapping[str, str],
+    topology: CgroupTopology,
+    nodes: Mapping[int, int],
+    programs: DevicePrograms | None,
+) -> Fence | str:
+    """Return what the device programs of a v2 cgroup allow, or why that cannot be told."""
+    unified, path = topology.unified, cgroups.get("")
+    if unified is None or path is None or ".." in path.split("/"):
+        return "the process is in no cgroup whose device rules or programs can be seen"
+    names = {f"/dev/neuron{number}": number for number in nodes.values()}
+    folder = unified.folder(path.removeprefix(unified.root.rstrip("/")))
+    rules = (programs or DevicePrograms()).rules_of(folder, names)
+    if isinstance(rules, str):
+        return rules
+    if not rules.by:
+        return OPEN
+    return Fence(by=rules.by, allowed=tuple(sorted(names[node] for node in rules.allowed)))
 
 
 Rule = tuple[str, int | None, int | None]

@@ -18,6 +18,7 @@ from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError, translated
 from alloy_agent.backends.nvidia.shares import Shares
 from alloy_agent.backends.nvidia.signals import Sampler
 from alloy_agent.errors import DeviceBusyError, UnsupportedError
+from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import (
     Capabilities,
     Configure,
@@ -53,6 +54,7 @@ class NvidiaBackend:
         self._caps = view.CapsMinors(root)
         self._rows = view.RowsSeen()
         self._shares = Shares(root)
+        self._programs = DevicePrograms()
         self._quiet: set[str] = set()
         self._samplers: dict[str, Sampler] = {}
         self._driver = ""
@@ -255,7 +257,9 @@ class NvidiaBackend:
         gpu = self._gpu(device)
         with translated(device), gpu.lock:
             seen, partitions, pieces = self._read(gpu)
-            reading = evidence.Reading(gpu, seen, partitions, pieces, self._proc, self._shares)
+            reading = evidence.Reading(
+                gpu, seen, partitions, pieces, self._proc, self._shares, self._programs
+            )
             return evidence.collect(reading)
 
     def diagnose(self) -> tuple[Diagnosis, ...]:

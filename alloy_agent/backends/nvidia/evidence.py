@@ -13,12 +13,13 @@ from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
 from alloy_agent.backends.nvidia.shares import Shares
 from alloy_agent.backends.nvidia.signals import used_bytes
 from alloy_agent.backends.nvidia.view import piece_id
+from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
 GEOMETRY: Final = "nvmlDeviceGetGpuInstances, nvmlGpuInstanceGetInfo"
 PROCESSES: Final = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
 UNTOLD: Final = "this driver does not tell which processes compute on the GPU"
-FENCE: Final = "/proc/<pid>: cgroup, device rules, /dev, capabilities"
+FENCE: Final = "/proc/<pid>: cgroup, device rules or programs, /dev, capabilities"
 # Oldest driver that knows the architecture's MIG. Source: MIG User Guide, "Supported GPUs".
 FLOORS: Final[dict[int, str]] = {7: "450.80.02", 9: "525.53", 10: "570.133.20"}
 
@@ -79,6 +80,7 @@ class Reading(NamedTuple):
     pieces: tuple[Piece, ...]
     proc: Path
     shares: Shares
+    programs: DevicePrograms
 
 
 def collect(reading: Reading) -> tuple[Fact, ...]:
@@ -95,7 +97,7 @@ def collect(reading: Reading) -> tuple[Fact, ...]:
     for partition in reading.partitions:
         inside = [process for process in processes if places[process[0]] == partition.id]
         piece = next((p for p in reading.pieces if piece_id(reading.gpu, p) == partition.id), None)
-        _partition_facts(facts, partition, None if told is None else inside, reading.proc)
+        _partition_facts(facts, partition, None if told is None else inside, reading)
         if partition.share is Share.EXCLUSIVE:
             _memory_fact(facts, partition, piece, inside)
         else:
@@ -224,7 +226,7 @@ def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> Non
 
 
 def _partition_facts(
-    facts: Facts, partition: Partition, told: list[Process] | None, proc: Path
+    facts: Facts, partition: Partition, told: list[Process] | None, reading: Reading
 ) -> None:
     """Add what is seen of a partition; `told` None: the driver does not list its processes."""
     facts.add(partition.id, "partition.exists", True, GEOMETRY)
@@ -232,9 +234,9 @@ def _partition_facts(
     processes: list[Json] = [
         {
             "pid": pid,
-            "comm": name_of(proc, pid),
+            "comm": name_of(reading.proc, pid),
             "memory_bytes": used,
-            "nodes": [str(node) for node in open_nodes(proc, pid)],
+            "nodes": [str(node) for node in open_nodes(reading.proc, pid)],
         }
         for pid, _, used in inside
     ]
@@ -248,7 +250,7 @@ def _partition_facts(
     else:
         reason = "the driver's list of capability nodes cannot be read"
         facts.absent(partition.id, "partition.own_nodes", reason, "mig-minors")
-    _fence_fact(facts, partition, inside, proc)
+    _fence_fact(facts, partition, inside, reading)
 
 
 def own_nodes(partition: Partition) -> tuple[str, ...]:
@@ -261,13 +263,15 @@ def own_nodes(partition: Partition) -> tuple[str, ...]:
     return tuple(node for node in nodes[:1] if node.removeprefix("/dev/nvidia").isdecimal())
 
 
-def _fence_fact(facts: Facts, partition: Partition, inside: list[Process], proc: Path) -> None:
+def _fence_fact(
+    facts: Facts, partition: Partition, inside: list[Process], reading: Reading
+) -> None:
     """Add the weakest fence among the processes inside: one that is not held is none."""
     if not inside:
         reason = "no process is inside, so there is no fence to look at"
         facts.absent(partition.id, "cgroup.device_fence", reason, FENCE)
         return
-    fences = [fence_of(proc, pid) for pid, _, _ in inside]
+    fences = [fence_of(reading.proc, pid, reading.programs) for pid, _, _ in inside]
     unknown = next((fence.unknown for fence in fences if fence.unknown), "")
     if unknown:
         facts.absent(partition.id, "cgroup.device_fence", unknown, FENCE, Quality.NOT_PERMITTED)
@@ -275,7 +279,9 @@ def _fence_fact(facts: Facts, partition: Partition, inside: list[Process], proc:
     held = all(fence.by for fence in fences)
     by = "; ".join(sorted({fence.by for fence in fences})) if held else ""
     names = {node for fence in fences for node in fence.allowed}
-    names |= {node for pid, _, _ in inside for node in open_nodes(proc, pid)}  # open is open
+    names |= {
+        node for pid, _, _ in inside for node in open_nodes(reading.proc, pid)
+    }  # open is open
     allowed: list[Json] = [*sorted(names)]
     facts.add(partition.id, "cgroup.device_fence", {"by": by, "allowed": allowed}, FENCE)
 

@@ -1,7 +1,8 @@
 """Which processes hold which NVIDIA device nodes, and what their fence lets them open.
 
-Read from `/proc` alone: open descriptors, the device rules of cgroup v1, the device nodes that a
-container's own `/dev` holds together with the capabilities that would let it make others.
+Read from `/proc` and the cgroup trees: open descriptors, the device rules of cgroup v1, the device
+programs of v2 (`host.deviceprograms`), the device nodes that a container's own `/dev` holds and the
+capabilities that would let it make others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from alloy_agent.host.cgroupfs import detect
+from alloy_agent.host.deviceprograms import DevicePrograms
+from alloy_agent.host.deviceprograms import programs as in_effect
+from alloy_agent.host.processes import parse_cgroups, read_bytes
 
 _CAP_SYS_ADMIN: Final = 21  # Source: linux/capability.h
 _CAP_MKNOD: Final = 27
@@ -67,15 +73,45 @@ def pids(proc: Path) -> list[int]:
         return []
 
 
-def fence_of(proc: Path, pid: int) -> Fence:
-    """Return what keeps a process within its device nodes, as far as it can be read."""
+def fence_of(proc: Path, pid: int, programs: DevicePrograms | None = None) -> Fence:
+    """Return what keeps a process within its device nodes, as far as it can be read.
+
+    Args:
+        proc: Where procfs is.
+        pid: The process.
+        programs: Asks what device programs of cgroups allow, and keeps the answers.
+    """
     rules = _v1_rules(proc, pid)
     if rules is not None:
         return _from_rules(rules, proc)
+    made = _from_programs(proc, pid, programs or DevicePrograms())
+    if made is not None:
+        return made
     own = _namespace(proc, pid)
     if own is None:
         return Fence("", (), f"process {pid} cannot be looked at")
     return Fence("", ("*",)) if own == _namespace(proc, 1) else _from_namespace(proc, pid)
+
+
+def _from_programs(proc: Path, pid: int, programs: DevicePrograms) -> Fence | None:
+    """Return the fence that device programs of cgroup v2 make; None: they make none."""
+    folder = v2_folder(proc, pid)
+    if folder is None or not in_effect(folder):
+        return None
+    rules = programs.rules_of(folder, sorted(_nodes_by_number(proc.parent / "dev").values()))
+    if isinstance(rules, str):
+        return Fence("", (), rules)
+    return Fence(rules.by, rules.allowed) if rules.by else None
+
+
+def v2_folder(proc: Path, pid: int) -> str | None:
+    """Return the directory of a process in the cgroup v2 tree; None: there is none to be seen."""
+    root = proc.parent
+    unified = detect(proc, "" if root == Path("/") else root).unified
+    path = parse_cgroups(read_bytes(f"{proc}/{pid}/cgroup")).get("")
+    if unified is None or path is None or ".." in path.split("/"):
+        return None
+    return unified.folder(path.removeprefix(unified.root.rstrip("/")))
 
 
 def _from_namespace(proc: Path, pid: int) -> Fence:
