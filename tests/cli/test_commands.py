@@ -125,8 +125,8 @@ def test_an_apply_that_was_killed_is_settled_by_the_next(layout: Path, tmp_path:
     slow = tmp_path / "slow.yaml"
     slow.write_text(
         "boards: [{board: H100}]\n"
-        "faults: [{call: gpu.create_gpu_instance, device: '*', action: slow, delay_s: 0.4, "
-        "times: 0}]\n"
+        "faults: [{call: gpu.create_gpu_instance, device: '*', action: slow, delay_s: 4, "
+        "nth: 2, times: 2}]\n"
     )
     site = Site(tmp_path, str(slow))
     layout.write_text(
