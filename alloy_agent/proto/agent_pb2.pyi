@@ -533,6 +533,7 @@ class BrainMessage(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     ACCESS_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique per command of one brain; empty for Welcome, Ack, RetryHint and Echo."""
     epoch: _builtins.int
@@ -569,6 +570,8 @@ class BrainMessage(_message.Message):
     def query(self) -> Global___Query: ...
     @_builtins.property
     def access(self) -> Global___Access: ...
+    @_builtins.property
+    def join(self) -> Global___Join: ...
     def __init__(
         self,
         *,
@@ -590,12 +593,13 @@ class BrainMessage(_message.Message):
         echo: Global___Echo | None = ...,
         query: Global___Query | None = ...,
         access: Global___Access | None = ...,
+        join: Global___Join | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "join", b"join", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "epoch", b"epoch", "id", b"id", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "epoch", b"epoch", "id", b"id", "join", b"join", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "retry_hint", "reserve", "commit", "renew", "release", "apply_layout", "drain", "undrain", "audit", "set_rate_policy", "snapshot", "echo", "query", "access"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "retry_hint", "reserve", "commit", "renew", "release", "apply_layout", "drain", "undrain", "audit", "set_rate_policy", "snapshot", "echo", "query", "access", "join"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1052,11 +1056,14 @@ class Drain(_message.Message):
     GRACE_MS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     EXPECTED_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
     subject: _builtins.str
-    """A device id, a partition id, or empty for the node."""
+    """A partition id, a device id, a hive, or empty for the node."""
     reason: _builtins.str
     grace_ms: _builtins.int
     session: _builtins.str
+    ttl_ms: _builtins.int
+    """It ends by itself after that; 0: it holds until it is taken back."""
     @_builtins.property
     def expected(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartitionRef]: ...
     def __init__(
@@ -1067,10 +1074,11 @@ class Drain(_message.Message):
         grace_ms: _builtins.int = ...,
         session: _builtins.str = ...,
         expected: _abc.Iterable[Global___PartitionRef] | None = ...,
+        ttl_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "grace_ms", b"grace_ms", "reason", b"reason", "session", b"session", "subject", b"subject"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "grace_ms", b"grace_ms", "reason", b"reason", "session", b"session", "subject", b"subject", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1128,6 +1136,8 @@ Global___Audit: _TypeAlias = Audit  # noqa: Y015
 
 @_typing.final
 class SetRatePolicy(_message.Message):
+    """What a shared device goes by from now on, over restarts too. Answered with the document "alloy.rate-policy/v1"."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -1136,9 +1146,13 @@ class SetRatePolicy(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     loss_budget_ratio: _builtins.float
-    """Loss that production may suffer, 0 to 1."""
+    """Loss that production may suffer: above 0, at most 0.5; 0: the node's own. Of all budgets that are stated for a
+    device (policy, claims, tenants) the smallest holds.
+    """
     enabled: _builtins.bool
+    """False: the opportunistic tenants get no lease, until it is true again."""
     session: _builtins.str
+    """Of whoever sets it, for the record."""
     def __init__(
         self,
         *,
@@ -1154,6 +1168,47 @@ class SetRatePolicy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SetRatePolicy: _TypeAlias = SetRatePolicy  # noqa: Y015
+
+@_typing.final
+class Join(_message.Message):
+    """A process of the node asks to share a device under rate control; on the local socket only. Answered with the
+    document "alloy.share-joined/v1": the environment and control groups to start its command in.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    LOSS_BUDGET_RATIO_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    """A device with shared partitions, one of those partitions, or "emulated"."""
+    tenant: _builtins.str
+    share: Global___Share.ValueType
+    weight: _builtins.float
+    """Among the opportunistic ones; 0: 1."""
+    loss_budget_ratio: _builtins.float
+    """0: none is stated."""
+    pid: _builtins.int
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        share: Global___Share.ValueType = ...,
+        weight: _builtins.float = ...,
+        loss_budget_ratio: _builtins.float = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss_budget_ratio", b"loss_budget_ratio", "pid", b"pid", "share", b"share", "subject", b"subject", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Join: _TypeAlias = Join  # noqa: Y015
 
 @_typing.final
 class SnapshotRequest(_message.Message):
@@ -2527,6 +2582,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class RateState(_message.Message):
+    """How a shared device stands: sent when that changes, and each ten seconds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -2537,14 +2594,35 @@ class RateState(_message.Message):
     LIMIT_RATIO_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    E_VALUE_FIELD_NUMBER: _builtins.int
+    LENT_RATIO_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    BYPASSES_FIELD_NUMBER: _builtins.int
+    LOSS_BUDGET_RATIO_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     phase: _builtins.str
+    """"learning", "controlling", "idle", "blind"; "ended": nobody shares it any more."""
     reference_rate_per_s: _builtins.float
     current_rate_per_s: _builtins.float
     loss_ratio: _builtins.float
     limit_ratio: _builtins.float
     age_ms: _builtins.int
     reason: _builtins.str
+    verdict: Global___Verdict.ValueType
+    """Of the sequential audit; undecided is unknown."""
+    e_value: _builtins.float
+    lent_ratio: _builtins.float
+    """Share of the device's time that neighbours had."""
+    tenants: _builtins.int
+    leased: _builtins.int
+    """Tenants whose gate had a lease."""
+    loss_budget_ratio: _builtins.float
+    @_builtins.property
+    def bypasses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ways around the gate that show now."""
+
     def __init__(
         self,
         *,
@@ -2556,15 +2634,28 @@ class RateState(_message.Message):
         limit_ratio: _builtins.float | None = ...,
         age_ms: _builtins.int = ...,
         reason: _builtins.str = ...,
+        verdict: Global___Verdict.ValueType = ...,
+        e_value: _builtins.float | None = ...,
+        lent_ratio: _builtins.float | None = ...,
+        tenants: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        bypasses: _abc.Iterable[_builtins.str] | None = ...,
+        loss_budget_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_current_rate_per_s", b"_current_rate_per_s", "_limit_ratio", b"_limit_ratio", "_loss_ratio", b"_loss_ratio", "_reference_rate_per_s", b"_reference_rate_per_s", "current_rate_per_s", b"current_rate_per_s", "limit_ratio", b"limit_ratio", "loss_ratio", b"loss_ratio", "reference_rate_per_s", b"reference_rate_per_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_current_rate_per_s", b"_current_rate_per_s", "_e_value", b"_e_value", "_lent_ratio", b"_lent_ratio", "_limit_ratio", b"_limit_ratio", "_loss_budget_ratio", b"_loss_budget_ratio", "_loss_ratio", b"_loss_ratio", "_reference_rate_per_s", b"_reference_rate_per_s", "current_rate_per_s", b"current_rate_per_s", "e_value", b"e_value", "lent_ratio", b"lent_ratio", "limit_ratio", b"limit_ratio", "loss_budget_ratio", b"loss_budget_ratio", "loss_ratio", b"loss_ratio", "reference_rate_per_s", b"reference_rate_per_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_current_rate_per_s", b"_current_rate_per_s", "_limit_ratio", b"_limit_ratio", "_loss_ratio", b"_loss_ratio", "_reference_rate_per_s", b"_reference_rate_per_s", "age_ms", b"age_ms", "current_rate_per_s", b"current_rate_per_s", "device", b"device", "limit_ratio", b"limit_ratio", "loss_ratio", b"loss_ratio", "phase", b"phase", "reason", b"reason", "reference_rate_per_s", b"reference_rate_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_current_rate_per_s", b"_current_rate_per_s", "_e_value", b"_e_value", "_lent_ratio", b"_lent_ratio", "_limit_ratio", b"_limit_ratio", "_loss_budget_ratio", b"_loss_budget_ratio", "_loss_ratio", b"_loss_ratio", "_reference_rate_per_s", b"_reference_rate_per_s", "age_ms", b"age_ms", "bypasses", b"bypasses", "current_rate_per_s", b"current_rate_per_s", "device", b"device", "e_value", b"e_value", "leased", b"leased", "lent_ratio", b"lent_ratio", "limit_ratio", b"limit_ratio", "loss_budget_ratio", b"loss_budget_ratio", "loss_ratio", b"loss_ratio", "phase", b"phase", "reason", b"reason", "reference_rate_per_s", b"reference_rate_per_s", "tenants", b"tenants", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__current_rate_per_s: _TypeAlias = _typing.Literal["current_rate_per_s"]  # noqa: Y015
     _WhichOneofArgType__current_rate_per_s: _TypeAlias = _typing.Literal["_current_rate_per_s", b"_current_rate_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__e_value: _TypeAlias = _typing.Literal["e_value"]  # noqa: Y015
+    _WhichOneofArgType__e_value: _TypeAlias = _typing.Literal["_e_value", b"_e_value"]  # noqa: Y015
+    _WhichOneofReturnType__lent_ratio: _TypeAlias = _typing.Literal["lent_ratio"]  # noqa: Y015
+    _WhichOneofArgType__lent_ratio: _TypeAlias = _typing.Literal["_lent_ratio", b"_lent_ratio"]  # noqa: Y015
     _WhichOneofReturnType__limit_ratio: _TypeAlias = _typing.Literal["limit_ratio"]  # noqa: Y015
     _WhichOneofArgType__limit_ratio: _TypeAlias = _typing.Literal["_limit_ratio", b"_limit_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__loss_budget_ratio: _TypeAlias = _typing.Literal["loss_budget_ratio"]  # noqa: Y015
+    _WhichOneofArgType__loss_budget_ratio: _TypeAlias = _typing.Literal["_loss_budget_ratio", b"_loss_budget_ratio"]  # noqa: Y015
     _WhichOneofReturnType__loss_ratio: _TypeAlias = _typing.Literal["loss_ratio"]  # noqa: Y015
     _WhichOneofArgType__loss_ratio: _TypeAlias = _typing.Literal["_loss_ratio", b"_loss_ratio"]  # noqa: Y015
     _WhichOneofReturnType__reference_rate_per_s: _TypeAlias = _typing.Literal["reference_rate_per_s"]  # noqa: Y015
@@ -2572,7 +2663,13 @@ class RateState(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__current_rate_per_s) -> _WhichOneofReturnType__current_rate_per_s | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__e_value) -> _WhichOneofReturnType__e_value | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lent_ratio) -> _WhichOneofReturnType__lent_ratio | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_ratio) -> _WhichOneofReturnType__limit_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss_budget_ratio) -> _WhichOneofReturnType__loss_budget_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss_ratio) -> _WhichOneofReturnType__loss_ratio | None: ...
     @_typing.overload
