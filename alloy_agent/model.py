@@ -223,6 +223,8 @@ class Device(Value, frozen=True, kw_only=True):
     links: tuple[Link, ...] = ()
     tier_limits: tuple[TierLimit, ...] = ()
     legal_sizes: tuple[int, ...] = ()  # CORES only: legal run lengths; empty means any
+    # how many whole devices, from this one on by index, work together as one; empty: no groups here
+    group_sizes: tuple[int, ...] = ()
     fault_note: str = ""  # e.g. "63 of 64 partitions live"
 
 
@@ -253,6 +255,9 @@ class PartitionSpec(Value, frozen=True, kw_only=True):
     memory_bytes: int | None = None  # a cap asked for by the layout; None: what the profile gives
     share: Share = Share.EXCLUSIVE
     ordinal: int = 0  # tells apart shared partitions of one device
+    # CUs of every XCC for each opportunistic share, and how many of those; None: the settings say
+    cu_mask: tuple[int, int] | None = None
+    group: tuple[DeviceId, ...] = ()  # whole devices that are meant for one tenant, in their order
 
 
 class Partition(Value, frozen=True, kw_only=True):
@@ -262,7 +267,8 @@ class Partition(Value, frozen=True, kw_only=True):
     and birth time);
     `generation` is the agent's own count of incarnations at this location, given by the observer,
     0 before that.
-    `locator` is for its backend alone.
+    `locator` is for its backend alone. `access` is the way into this piece alone; `group_access`
+    the way into all of its group as one, None while a member is missing.
     """
 
     id: PartitionId
@@ -277,11 +283,14 @@ class Partition(Value, frozen=True, kw_only=True):
     units: tuple[int, ...] = ()
     share: Share = Share.EXCLUSIVE
     ordinal: int = 0
+    cu_mask: tuple[int, int] | None = None  # as its spec asked for it
     altered: str = ""  # in which way it is not what was granted; "" when it is
     managed: bool = False  # made by this agent (its journal says so); set by the observer
     tenant: TenantId | None = None  # set by the observer from leases and bindings
     locator: dict[str, str] = {}
     access: Access = Access()
+    group: tuple[DeviceId, ...] = ()
+    group_access: Access | None = None
 
 
 class SourceRef(Value, frozen=True, kw_only=True):

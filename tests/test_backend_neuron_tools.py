@@ -31,11 +31,10 @@ from alloy_agent.backends.neuron.occupancy import Source, occupants
 from alloy_agent.backends.neuron.signals import parse_cycles, parse_power
 from alloy_agent.backends.neuron.topology import (
     check_group,
-    choose_devices,
     core_order,
     find_instance,
+    group_sizes,
     is_linked,
-    largest_run,
     parse_cores,
 )
 from alloy_agent.backends.neuron.tree import NeuronTree, read_attribute, whole_number
@@ -338,51 +337,28 @@ def test_lines_that_are_no_reports_are_dropped(
 # --- topology ------------------------------------------------------------------------------------
 
 
-def test_a_hole_is_never_lent() -> None:
-    """Free 0, 2 and 3 on a ring: two are 2 and 3; three are refused with the largest run."""
-    ring = INSTANCES["inf2.48xlarge"]
-    assert choose_devices(ring, {0, 2, 3}, 2) == (2, 3)
-    with pytest.raises(PlanImpossibleError, match="fragmented: largest run 2"):
-        choose_devices(ring, {0, 2, 3}, 3)
-    with pytest.raises(PlanImpossibleError):
-        choose_devices(ring, {11, 0}, 2)  # the wrap cannot be named as one run
-
-
 @pytest.mark.parametrize("name", ["trn1.32xlarge", "trn2.48xlarge"])
-def test_a_torus_lends_one_a_row_two_rows_or_all(name: str) -> None:
-    """1, 4, 8 and 16 devices work for collectives; the others are refused, naming those."""
-    torus = INSTANCES[name]
-    everyone = set(range(16))
-    assert choose_devices(torus, everyone - {2}, 4) == (4, 5, 6, 7)
-    assert choose_devices(torus, everyone - {2}, 8) == tuple(range(8, 16))
-    assert choose_devices(torus, everyone - {2}, 3, collectives=False) == (3, 4, 5)
-    for count in set(range(1, 17)) - {1, 4, 8, 16}:
-        with pytest.raises(PlanImpossibleError, match="collectives") as raised:
-            choose_devices(torus, everyone, count)
-        assert "1, 4, 8, 16" in raised.value.cure
-    with pytest.raises(PlanImpossibleError, match="it has 16"):
-        choose_devices(torus, everyone, 17)
+def test_a_torus_groups_one_a_row_two_rows_or_all(name: str) -> None:
+    """1, 4, 8 and 16 devices work for collectives, from the first of a row on; nothing else."""
+    torus, everyone = INSTANCES[name], range(16)
+    leads = {number: group_sizes(torus, number, everyone) for number in everyone}
+    assert leads[0] == (1, 4, 8, 16)
+    assert leads[8] == (1, 4, 8)
+    assert leads[4] == leads[12] == (1, 4)
+    assert {leads[number] for number in everyone if number % 4} == {(1,)}
     check_group(torus, (4, 5, 6, 7))
-    with pytest.raises(PlanImpossibleError, match="0-3; 4-7; 8-11; 12-15"):
+    with pytest.raises(PlanImpossibleError, match="2, 3, 4, 5") as raised:
         check_group(torus, (2, 3, 4, 5))
+    assert "0-3; 4-7; 8-11; 12-15" in raised.value.cure
 
 
-@settings(deadline=None)
-@given(count=st.integers(1, 16), out=st.sets(st.integers(0, 15)), collectives=st.booleans())
-def test_chosen_devices_never_meet_excluded_ones(
-    count: int, out: set[int], collectives: bool
-) -> None:
-    """For every size and every set of excluded or unhealthy devices: none of them is taken."""
-    for name in ("trn1.32xlarge", "inf2.48xlarge"):
-        board = INSTANCES[name]
-        free = set(range(board.devices)) - out
-        try:
-            chosen = choose_devices(board, free, count, collectives=collectives)
-        except PlanImpossibleError:
-            assert collectives or largest_run(free) < count
-            continue
-        assert not set(chosen) & out
-        assert chosen == tuple(range(chosen[0], chosen[0] + count))
+def test_a_ring_groups_any_run_that_can_be_named_as_one() -> None:
+    """On a ring every run works; one over its end cannot be named, and a missing device ends it."""
+    ring = INSTANCES["inf2.48xlarge"]
+    assert group_sizes(ring, 0, range(12)) == tuple(range(1, 13))
+    assert group_sizes(ring, 11, range(12)) == (1,)
+    assert group_sizes(ring, 2, {0, 2, 3, 5}) == (1, 2)
+    assert group_sizes(None, 0, range(5)) == ()
 
 
 def test_instances_are_found_and_links_never_denied() -> None:

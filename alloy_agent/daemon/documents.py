@@ -22,6 +22,7 @@ from alloy_agent.model import (
     AuditResult,
     Device,
     DeviceFault,
+    DeviceId,
     Diagnosis,
     Interrupt,
     Json,
@@ -51,7 +52,8 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     """One partition as `devices --json` lists it.
 
     `tier` is what evidence proves now, None where nothing was audited; `share` is how the piece is
-    held; `made_by` is "alloy", "others", or "mode" where the device's own mode makes it.
+    held; `made_by` is "alloy", "others", or "mode" where the device's own mode makes it; `group`
+    are the devices that one tenant was meant to get together.
     """
 
     id: PartitionId
@@ -71,6 +73,7 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     made_by: str
     simulated: bool
     device_nodes: tuple[str, ...]
+    group: tuple[DeviceId, ...] = ()
 
 
 class DevicesDocument(Value, frozen=True, kw_only=True):
@@ -118,6 +121,7 @@ def partition_entry(
         made_by=_maker(partition, device),
         simulated=device.simulated,
         device_nodes=partition.access.device_nodes,
+        group=partition.group,
     )
 
 

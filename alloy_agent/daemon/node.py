@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -331,27 +331,32 @@ class Node:
             BackendError: The kernel refused the fence of its device nodes.
         """
         from alloy_agent.daemon import documents, fencing
-        from alloy_agent.planner.names import find_partition
+        from alloy_agent.planner.names import find_group
         from alloy_agent.store import Binding
 
         self._changer()
         with self._changing:
             snapshot = self.observe()
-            found = find_partition(partition, snapshot.partitions)
-            name = _tenant(found, tenant)
+            members = find_group(partition, snapshot.partitions)
+            found, name = members[0], _tenant(members, tenant)
+            started = _start_ticks(pid)
             device = next(d for d in snapshot.devices if d.id == found.device)
-            fence = fencing.fence(found, device, self.tenancy.bindings())
-            self.store.bind(
-                Binding(
-                    partition=found.id,
-                    generation=found.generation,
-                    tenant=name,
-                    since_s=clock.boottime_s(),
-                    boot_id=snapshot.boot_id,
-                    pid=pid,
-                    start_ticks=_start_ticks(pid),
+            entered = found
+            if len(members) > 1 and found.group_access is not None:
+                entered = msgspec.structs.replace(found, access=found.group_access)
+            fence = fencing.fence(entered, device, self.tenancy.bindings())
+            for member in members:
+                self.store.bind(
+                    Binding(
+                        partition=member.id,
+                        generation=member.generation,
+                        tenant=name,
+                        since_s=clock.boottime_s(),
+                        boot_id=snapshot.boot_id,
+                        pid=pid,
+                        start_ticks=started,
+                    )
                 )
-            )
         return documents.AccessDocument(
             node=self.name,
             partition=found.id,
@@ -538,15 +543,18 @@ def _refuse_changed(request: LayoutRequest, snapshot: Snapshot) -> None:
             )
 
 
-def _tenant(partition: Partition, tenant: str | None) -> TenantId:
+def _tenant(members: Sequence[Partition], tenant: str | None) -> TenantId:
     """Return the tenant to bind: the one who is there, or the one who asks."""
-    holder = partition.tenant
-    if holder is None or tenant in (None, holder):
-        return TenantId(tenant or holder or DEFAULT_TENANT)
-    raise ConfigError(
-        f"partition {partition.id}: tenant {holder} is in it, not {tenant}",
-        cure=f"use --tenant {holder}, or another partition",
-    )
+    name = tenant
+    for partition in members:
+        holder = partition.tenant
+        if holder is not None and name not in (None, holder):
+            raise ConfigError(
+                f"partition {partition.id}: tenant {holder} is in it, not {name}",
+                cure=f"use --tenant {holder}, or another partition",
+            )
+        name = name or holder
+    return TenantId(name or DEFAULT_TENANT)
 
 
 def _has_processes(partition: Partition) -> bool:
@@ -561,9 +569,16 @@ def _has_processes(partition: Partition) -> bool:
 
 
 def _start_ticks(pid: int | None) -> int | None:
-    """Return when a process was started, which tells it from a later one with its number."""
+    """Return when a process was started, which tells it from a later one with its number.
+
+    Raises:
+        ConfigError: There is no such process: whoever gets its number next is not meant.
+    """
     if pid is None:
         return None
     from alloy_agent.host.processes import start_ticks
 
-    return start_ticks(pid)
+    started = start_ticks(pid)
+    if started is None:
+        raise ConfigError(f"process {pid}: it has ended", cure="start it again")
+    return started

@@ -105,4 +105,7 @@ def is_inside(binding: Binding, boot_id: str) -> bool:
     """Whether a binding is of this boot and, if it names a process, that process lives."""
     if binding.boot_id != boot_id:
         return False
-    return binding.pid is None or start_ticks(binding.pid) == binding.start_ticks
+    if binding.pid is None:
+        return True
+    # Without its start a pid names whoever has the number now.
+    return binding.start_ticks is not None and start_ticks(binding.pid) == binding.start_ticks

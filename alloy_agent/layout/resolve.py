@@ -11,6 +11,7 @@ import msgspec
 
 from alloy_agent.decoding import size_bytes
 from alloy_agent.errors import ConfigError
+from alloy_agent.layout.groups import grouped
 from alloy_agent.layout.schema import Entry, Filter, LayoutFile, Match, pick
 from alloy_agent.model import (
     Device,
@@ -52,10 +53,17 @@ def choose(layout_file: LayoutFile, name: str | None, devices: tuple[Device, ...
     entries = layout_file.layouts[name]
     taken: dict[DeviceId, Entry] = {}
     chosen: list[DeviceLayout] = []
-    for entry in entries:
+    # Entries with groups come last: they choose among the devices that no other entry names.
+    for entry in sorted(entries, key=lambda one: one.groups is not None):
         matched = [device for device in devices if _matches(entry, device)]
         if not matched and isinstance(entry.select, Match):
             raise _matches_nothing(entry, entry.select, devices)
+        if entry.groups is not None:
+            free = [device for device in matched if device.id not in taken]
+            found = grouped(entry, entry.groups, free, devices)
+            taken |= {one.device: entry for one in found}
+            chosen += found
+            continue
         for device in matched:
             first = taken.setdefault(device.id, entry)
             if first is not entry:

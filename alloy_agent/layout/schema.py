@@ -31,6 +31,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=PIECES_MAX)]
 Run = Annotated[int, Meta(ge=1, le=65536)]
 Runs = Annotated[tuple[Run, ...], Meta(max_length=PIECES_MAX)]
+Group = Annotated[int, Meta(ge=1, le=65536)] | Name  # a size, or "size@first"
+Groups = Annotated[tuple[Group, ...], Meta(min_length=1, max_length=PIECES_MAX)]
 Caps = Annotated[tuple[int | Name, ...], Meta(max_length=PIECES_MAX)]
 
 
@@ -60,6 +62,7 @@ class NativeEntry(Value, frozen=True, kw_only=True):
     compute: Name | None = None
     memory: Name | Caps | None = None
     cores: Runs | None = None
+    groups: Groups | None = None
     shared: Shared | None = None
 
 
@@ -104,6 +107,7 @@ class Entry(Value, frozen=True, kw_only=True):
     memory_mode: str | None = None
     cores: tuple[int, ...] | None = None
     core_memory: tuple[int | str, ...] | None = None
+    groups: tuple[int | str, ...] | None = None
     shared: Shared | None = None
 
     def at(self, path: str) -> str:
@@ -179,16 +183,17 @@ def _native_entry(entry: NativeEntry, node: Located, path: tuple[str | int, ...]
         memory_mode=entry.memory if isinstance(entry.memory, str) else None,
         cores=entry.cores,
         core_memory=None if isinstance(entry.memory, str) else entry.memory,
+        groups=entry.groups,
         shared=entry.shared,
     )
 
 
 # What may stand together in one entry: each row is one way of cutting a device.
-_WAYS: Final = ({"mig"}, {"compute", "memory"}, {"cores", "memory"}, {"shared"})
+_WAYS: Final = ({"mig"}, {"compute", "memory"}, {"cores", "memory"}, {"groups"}, {"shared"})
 
 
 def _refuse_combination(entry: NativeEntry, node: Located, path: tuple[str | int, ...]) -> None:
-    keys = ("mig", "compute", "memory", "cores", "shared")
+    keys = ("mig", "compute", "memory", "cores", "groups", "shared")
     given = [key for key in keys if getattr(entry, key) is not None]
     if not given:
         raise located_error(

@@ -127,7 +127,8 @@ def _find(spec: PartitionSpec, left: Iterable[Partition], device: Device) -> Par
 def _spec_text(spec: PartitionSpec) -> str:
     place = f"@{spec.placement.start}" if spec.placement is not None else ""
     cap = f" with {format_bytes(spec.memory_bytes)}" if spec.memory_bytes is not None else ""
-    return f"{spec.profile}{place}{cap}"
+    group = f" in a group of {len(spec.group)}" if spec.group else ""
+    return f"{spec.profile}{place}{cap}{group}"
 
 
 def same_shape(piece: Partition, spec: PartitionSpec, device: Device) -> bool:
@@ -140,7 +141,7 @@ def same_shape(piece: Partition, spec: PartitionSpec, device: Device) -> bool:
         return False
     if spec.share is not Share.EXCLUSIVE:
         return piece.ordinal == spec.ordinal
-    if piece.placement.size != spec.size:
+    if piece.placement.size != spec.size or piece.group != spec.group:
         return False
     return device.scheme is Scheme.CORES or piece.profile == spec.profile
 

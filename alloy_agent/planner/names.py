@@ -19,6 +19,7 @@ LONGEST: Final = 24  # ids up to this length are shown whole
 SHORTEST: Final = 12  # "GPU-29f7be15"
 SHOWN: Final = 4  # candidates in a refusal
 GENERATION: Final = re.compile(r"(.+)#([0-9]{1,18})")
+GROUP: Final = re.compile(r"(.+)\+([0-9]{0,5})")
 
 
 def short_names(devices: Iterable[str]) -> dict[str, str]:
@@ -80,6 +81,38 @@ def find_partition(name: str, partitions: Sequence[Partition]) -> Partition:
             cure="see 'alloy-agent devices'",
         )
     return found[0]
+
+
+def find_group(name: str, partitions: Sequence[Partition]) -> tuple[Partition, ...]:
+    """Return the partitions that a person means: one, or with `+` behind its name its whole group.
+
+    A number behind the `+` says how many more there are, as the group's own name has it.
+
+    Raises:
+        ConfigError: As `find_partition`; or it is in no group, or not all of the group is there.
+    """
+    match = None if any(name in (p.id, p.uuid) for p in partitions) else GROUP.fullmatch(name)
+    if match is None:
+        return (find_partition(name, partitions),)
+    one = find_partition(match[1], partitions)
+    if not one.group:
+        raise ConfigError(
+            f"partition {one.id}: is in no group", cure="name it without '+', or lay out groups"
+        )
+    members = {p.device: p for p in partitions if p.group == one.group}
+    missing = [device for device in one.group if device not in members]
+    if missing or one.group_access is None:
+        what = f"{', '.join(missing[:SHOWN])} is missing" if missing else "its members differ"
+        raise ConfigError(
+            f"partition {one.id}: its group of {len(one.group)} is not whole: {what}",
+            cure="apply the layout again",
+        )
+    if match[2] and int(match[2]) != len(one.group) - 1:
+        raise ConfigError(
+            f"partition {name}: its group has {len(one.group) - 1} more, not {match[2]}",
+            cure=f"name it {one.id}+",
+        )
+    return tuple(members[device] for device in one.group)
 
 
 def _begins(partition: Partition, name: str) -> bool:

@@ -114,7 +114,8 @@ def _group(specs: list[PartitionSpec], device: Device) -> list[list[PartitionSpe
     for spec in specs:
         place = spec.placement.start if spec.placement is not None else -1
         shape = spec.size if device.scheme is Scheme.CORES else spec.profile
-        groups.setdefault((shape, spec.memory_bytes if by_cap else 0, place), []).append(spec)
+        cap = spec.memory_bytes if by_cap else 0
+        groups.setdefault((shape, cap, place, spec.group), []).append(spec)
     return list(groups.values())
 
 

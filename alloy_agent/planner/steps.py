@@ -44,7 +44,8 @@ def describe(step: Step) -> str:
             start = step.spec.placement.start if step.spec.placement else "?"
             memory = step.spec.memory_bytes
             cap = f" with {format_bytes(memory)}" if memory is not None else ""
-            return f"create {step.spec.profile}@{start} on {step.device}{cap}"
+            group = f" in a group of {len(step.spec.group)}" if step.spec.group else ""
+            return f"create {step.spec.profile}@{start} on {step.device}{cap}{group}"
         case Configure():
             return _describe_change(step)
 
@@ -99,6 +100,8 @@ def spec_of(partition: Partition) -> PartitionSpec:
         memory_bytes=partition.memory_bytes,
         share=partition.share,
         ordinal=partition.ordinal,
+        cu_mask=partition.cu_mask,
+        group=partition.group,
     )
 
 
@@ -114,6 +117,8 @@ def partition_of(spec: PartitionSpec) -> Partition:
         memory_bytes=spec.memory_bytes,
         share=spec.share,
         ordinal=spec.ordinal,
+        cu_mask=spec.cu_mask,
+        group=spec.group,
     )
 
 

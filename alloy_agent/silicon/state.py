@@ -128,6 +128,7 @@ class Grant(msgspec.Struct, kw_only=True):
     ordinal: int = 0
     memory_bytes: int | None = None
     serial: int
+    group: tuple[str, ...] = ()  # devices that one tenant was meant to get together
 
 
 class SignalScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -101,7 +101,18 @@ class NeuronHalf:
             profiles=_profiles(board, cores),
             modes=(mode,) if len(board.lnc) > 1 else (),
             links=self._links(state, board),
+            group_sizes=self._group_sizes(state, board),
             tier_limits=(_CORES_LIMIT, _LINKED_LIMIT if linked else _UNLINKED_LIMIT, SHARED_LIMIT),
+        )
+
+    def _group_sizes(self, state: DeviceState, board: NeuronInstance) -> tuple[int, ...]:
+        """Return how many devices from this one on work together: rows of a torus, else any run."""
+        number = self._machine.neuron_number(state)
+        torus = len(board.neighbours[0]) == 4
+        return tuple(
+            size
+            for size in board.group_sizes
+            if number + size <= board.devices and number % (size if torus else 1) == 0
         )
 
     def _links(self, state: DeviceState, board: NeuronInstance) -> tuple[Link, ...]:
@@ -155,7 +166,30 @@ class NeuronHalf:
             units=physical_cores(board, state, grant.start, grant.size),
             locator={"grant": str(grant.serial)},
             access=self._access(state, board, placement, name),
+            group=tuple(DeviceId(member) for member in grant.group),
+            group_access=self._group_access(state, board, grant),
         )
+
+    def _group_access(
+        self, state: DeviceState, board: NeuronInstance, grant: Grant
+    ) -> Access | None:
+        """Return the way into all devices of a group; None: there is none, or it is not whole."""
+        if not grant.group:
+            return None
+        alike = [
+            any(other.group == grant.group for other in self._machine.grants(member))
+            for member in grant.group
+        ]
+        if not all(alike):
+            return None
+        first = self._machine.device(grant.group[0])
+        cores = logical_cores(board, state)
+        size, number = len(grant.group), self._machine.neuron_number(first)
+        whole = Placement(start=0, size=size * cores)
+        name = f"{partition_id(grant.group[0], grant.profile, 0)}+{size - 1}"
+        access = self._access(first, board, whole, name)
+        nodes = tuple(f"/dev/neuron{n}" for n in range(number, number + size))
+        return msgspec.structs.replace(access, device_nodes=nodes)
 
     def _access(
         self, state: DeviceState, board: NeuronInstance, placement: Placement, tag: str

@@ -100,6 +100,7 @@ def create_grant(machine: Machine, spec: PartitionSpec) -> None:
             ordinal=spec.ordinal,
             memory_bytes=spec.memory_bytes,
             serial=0,
+            group=tuple(spec.group),
         ),
     )
 

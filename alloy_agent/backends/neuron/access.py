@@ -73,6 +73,11 @@ def access_of(
     return Access(device_nodes=nodes, environment=environment, unset=UNSET)
 
 
+def group_tag(first: str, count: int) -> str:
+    """Return the name of a group: that of its first piece, and how many more there are."""
+    return f"{first}+{count - 1}"
+
+
 def container_edits(access: Access) -> dict[str, Any]:
     """Return an access as the `containerEdits` of a CDI device."""
     return {

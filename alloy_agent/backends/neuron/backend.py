@@ -14,6 +14,7 @@ from alloy_agent.backends.neuron.access import Run, access_of
 from alloy_agent.backends.neuron.board import Board, BoardReader, describe, physical
 from alloy_agent.backends.neuron.doctor import diagnose
 from alloy_agent.backends.neuron.events import EventSource
+from alloy_agent.backends.neuron.groups import group_access, refuse_group
 from alloy_agent.backends.neuron.holders import KernelNumbers, NodeNumbers, Scan, Scanner
 from alloy_agent.backends.neuron.listing import Lister, Listing
 from alloy_agent.backends.neuron.monitor import Monitor, Report
@@ -29,6 +30,7 @@ from alloy_agent.errors import (
     UnsupportedError,
 )
 from alloy_agent.host.clock import boot_id, boottime_s
+from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import (
     Capabilities,
     Condition,
@@ -87,6 +89,7 @@ class NeuronBackend:
         self._samplers: dict[DeviceId, Sampler] = {}
         self._quiet: set[DeviceId] = set()
         self._lock = threading.Lock()
+        self._programs = DevicePrograms()
 
     # --- what there is ---
 
@@ -171,7 +174,8 @@ class NeuronBackend:
     def _seen(
         self, board: Board, contents: Contents | None = None
     ) -> tuple[Device, tuple[Partition, ...]]:
-        record = (contents or self._record.read()).of(board.id)
+        contents = contents or self._record.read()
+        record = contents.of(board.id)
         device = describe(
             board,
             lnc=self._lnc(board, record),
@@ -179,9 +183,13 @@ class NeuronBackend:
             peers=self._peers(),
             share_hbm_bank=self.options.share_hbm_bank,
         )
-        return device, tuple(self._partition(board, device, grant) for grant in record.grants)
+        return device, tuple(
+            self._partition(board, device, grant, contents) for grant in record.grants
+        )
 
-    def _partition(self, board: Board, device: Device, grant: Grant) -> Partition:
+    def _partition(
+        self, board: Board, device: Device, grant: Grant, contents: Contents
+    ) -> Partition:
         ident = PartitionId(f"{board.id}/{grant.profile}@{grant.start}")
         run = Run(
             number=board.number,
@@ -213,6 +221,10 @@ class NeuronBackend:
                 has_lnc=len(board.lnc_choices) > 1,
                 ports_from=self.options.ports_from,
                 counted_from=counted_from,
+            ),
+            group=tuple(DeviceId(member) for member in grant.group),
+            group_access=group_access(
+                board, device, grant, contents, known=self._known, options=self.options
             ),
         )
 
@@ -288,6 +300,7 @@ class NeuronBackend:
         board, _ = self._board(step.device)
         device, partitions = self._seen(board)
         _refuse_unfit(device, step.spec)
+        refuse_group(board, device, step.spec, self._known)
         spec, place = step.spec, step.spec.placement
         if place is None:
             raise BackendError(f"{step.device}: {spec.profile} has no placement")
@@ -304,6 +317,7 @@ class NeuronBackend:
                 ordinal=spec.ordinal,
                 lnc=self._lnc(board, record),
                 memory_bytes=spec.memory_bytes,
+                group=tuple(spec.group),
             )
             for other in record.grants:
                 if _collide(wanted, other):
@@ -434,7 +448,7 @@ class NeuronBackend:
             monitor=self.monitor.health(),
             now_s=boottime_s(),
         )
-        return evidence.collect(look, self.options.proc_root)
+        return evidence.collect(look, self.options.proc_root, self._programs)
 
     def diagnose(self) -> tuple[Diagnosis, ...]:
         """Return how driver, tools and permissions stand."""

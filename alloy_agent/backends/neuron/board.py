@@ -13,6 +13,7 @@ from alloy_agent.backends.neuron.topology import (
     core_order,
     find_instance,
     find_product,
+    group_sizes,
     is_linked,
 )
 from alloy_agent.backends.neuron.tree import DeviceTree, NeuronTree, read_attribute
@@ -244,6 +245,7 @@ def describe(
         links=_links(board, peers),
         tier_limits=(BANK_LIMIT if paired(board, lnc) else CORES_LIMIT, whole, SHARED_LIMIT),
         legal_sizes=tuple(range(2, slices + 1, 2)) if banks else (),
+        group_sizes=group_sizes(board.instance, board.number, peers),
         fault_note=_note(board),
     )
 

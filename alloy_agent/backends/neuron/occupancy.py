@@ -138,7 +138,7 @@ def place_of(occupant: Occupant, partitions: Sequence[Partition]) -> Partition |
     if occupant.monitor:
         return None
     for partition in partitions:
-        if occupant.tag and partition.id == occupant.tag:
+        if occupant.tag and occupant.tag in {partition.id, group_tag(partition)}:
             return partition
     if not occupant.configured or occupant.tag:
         return None
@@ -149,6 +149,12 @@ def place_of(occupant: Occupant, partitions: Sequence[Partition]) -> Partition |
         ):
             return partition
     return None
+
+
+def group_tag(partition: Partition) -> str:
+    """Return the tag of those who entered the partition's whole group; "" where it is in none."""
+    access = partition.group_access
+    return "" if access is None else access.environment[TAG]
 
 
 def is_granted(occupant: Occupant, partition: Partition | None) -> bool:

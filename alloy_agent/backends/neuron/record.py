@@ -42,6 +42,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int = 0
     lnc: int = 1
     memory_bytes: int | None = None
+    group: tuple[str, ...] = ()  # devices that one tenant was meant to get together, in order
 
     @property
     def incarnation(self) -> str:

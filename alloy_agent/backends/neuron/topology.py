@@ -93,39 +93,25 @@ def legal_groups(instance: NeuronInstance, size: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(range(s, s + size)) for s in range(0, count - size + 1, step))
 
 
-def choose_devices(
-    instance: NeuronInstance, free: Collection[int], count: int, *, collectives: bool = True
+def group_sizes(
+    instance: NeuronInstance | None, number: int, there: Collection[int]
 ) -> tuple[int, ...]:
-    """Return so many free devices that work together, without a hole in their numbers.
+    """Return how many devices from this one on collectives work on; () where that is not known.
 
     Args:
-        instance: The instance.
-        free: Numbers of devices that may be taken: neither given, nor excluded, nor unhealthy.
-        count: How many are wanted.
-        collectives: Whether the tenant's processes talk to one another; else any run will do.
-
-    Raises:
-        PlanImpossibleError: No such set is free, or none could ever be.
+        instance: The instance, if it is known.
+        number: The device's.
+        there: Numbers of the devices that the driver shows.
     """
-    if count < 1 or count > instance.devices:
-        raise PlanImpossibleError(
-            f"{instance.name}: {count} devices wanted, it has {instance.devices}",
-            cure=f"ask for 1 to {instance.devices}",
+    if instance is None:
+        return ()
+    present = set(there)
+    return tuple(
+        size
+        for size in instance.group_sizes
+        if any(
+            group[0] == number and present >= set(group) for group in legal_groups(instance, size)
         )
-    if collectives and count not in instance.group_sizes:
-        legal = ", ".join(map(str, instance.group_sizes))
-        raise PlanImpossibleError(
-            f"{instance.name}: collectives do not work on {count} devices",
-            cure=f"ask for {legal} devices, or for a workload without collectives",
-        )
-    groups = legal_groups(instance, count) if collectives else _runs(instance.devices, count)
-    for group in groups:
-        if set(group) <= set(free):
-            return group
-    raise PlanImpossibleError(
-        f"{instance.name}: no {count} free devices fit together, fragmented: "
-        f"largest run {largest_run(free)}",
-        cure="release a neighbour, or ask for fewer",
     )
 
 
@@ -144,20 +130,6 @@ def check_group(instance: NeuronInstance, devices: Collection[int]) -> None:
         f"{instance.name}: collectives do not work on devices {', '.join(map(str, wanted))}",
         cure=f"take one of the sets {named}; sizes are {', '.join(map(str, instance.group_sizes))}",
     )
-
-
-def largest_run(free: Collection[int]) -> int:
-    """Return the length of the longest run of consecutive numbers."""
-    best = run = 0
-    last: int | None = None
-    for number in sorted(set(free)):
-        run = run + 1 if last is not None and number == last + 1 else 1
-        best, last = max(best, run), number
-    return best
-
-
-def _runs(count: int, size: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(range(start, start + size)) for start in range(count - size + 1))
 
 
 def _is_torus(instance: NeuronInstance) -> bool:

@@ -110,6 +110,20 @@ class Case(Value, frozen=True, kw_only=True):
             if other.device == self.device.id and other.id != self.partition.id
         )
 
+    @property
+    def group_nodes(self) -> tuple[str, ...]:
+        """The device nodes of the partition's group, while one tenant was given all of it."""
+        piece = self.partition
+        if piece.group_access is None:
+            return ()
+        members = {p.id: p.generation for p in self.snapshot.partitions if p.group == piece.group}
+        given = {
+            g.partition for g in self.intent.grants if members.get(g.partition) == g.generation
+        }
+        tenants = {g.tenant for g in self.intent.grants if g.partition in given}
+        whole = len(members) == len(piece.group) and given == set(members)
+        return piece.group_access.device_nodes if whole and len(tenants) == 1 else ()
+
 
 class Check(Value, frozen=True, kw_only=True):
     """One claim about a partition.

@@ -87,8 +87,10 @@ def _no_cap(case: Case) -> str:
 def _fence(case: Case) -> Outcome:
     fence = case.get("cgroup.device_fence", FenceFact)
     own = case.get("partition.own_nodes", tuple[str, ...])
-    wanted = set(case.partition.access.device_nodes) | set(own)
-    expected = f"may open {named(sorted(own))} and control nodes, and no neighbour may"
+    together = case.group_nodes if own else ()
+    wanted = {*case.partition.access.device_nodes, *own, *together}
+    shown = named(sorted(together or own))
+    expected = f"may open {shown} and control nodes, and no neighbour may"
     if not fence.by:
         return failed(expected, "no device rule is in force")
     if not own:
