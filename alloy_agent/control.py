@@ -746,6 +746,18 @@ class ControlClient:
         asked = pb.Access(partition=partition, tenant=tenant, release=True)
         return self.document(pb.BrainMessage(access=asked))
 
+    def join(self, wish: pb.Join) -> bytes:
+        """Have a process share a device; return what its command needs."""
+        from alloy_agent.proto import agent_pb2 as pb
+
+        return self.document(pb.BrainMessage(join=wish))
+
+    def rate_policy(self, policy: pb.SetRatePolicy) -> bytes:
+        """Set what a shared device goes by; return the document of it."""
+        from alloy_agent.proto import agent_pb2 as pb
+
+        return self.document(pb.BrainMessage(set_rate_policy=policy))
+
     def close(self) -> None:
         """Let go of the daemon."""
         self._channel.close()

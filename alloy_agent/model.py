@@ -625,6 +625,31 @@ class AuditResult(Value, frozen=True, kw_only=True):
     boot_id: str
     sequence: int
     taken_at_s: float
+class ShareReport(Value, frozen=True, kw_only=True):
+    """How a shared device stood, with the columns of its last minutes, oldest first.
+
+    `production_ratio` is production's speed against solo (None: nothing was judged then), and
+    `lent_ratio` the share of the device's time that its neighbours had.
+    """
+
+    device: str
+    production: tuple[str, ...] = ()
+    opportunistic: tuple[str, ...] = ()
+    stage: str
+    answer: str
+    reason: str = ""
+    budget_ratio: float
+    lower_ratio: float | None = None
+    upper_ratio: float | None = None
+    e_value: float = 0.0
+    windows: int = 0
+    skipped: int = 0
+    bypasses: tuple[str, ...] = ()
+    history_age_s: tuple[float, ...] = ()
+    production_ratio: tuple[float | None, ...] = ()
+    lent_ratio: tuple[float, ...] = ()
+
+
     taken_wall_s: float
     agent_version: str
     verdict: Verdict
@@ -642,6 +667,7 @@ class Finding(Value, frozen=True, kw_only=True):
 
     check: str
     subject: str
+    shares: tuple[ShareReport, ...] = ()
     before: Verdict | None
     after: Verdict
     tier_before: Tier | None

@@ -6,10 +6,21 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alloy_agent.cli import output
 from alloy_agent.errors import ConfigError
+
+if TYPE_CHECKING:
+    from alloy_agent.conformance.keeper.messages import (
+        JoinedDocument,
+        ShareDocument,
+        ShareView,
+        TenantView,
+    )
+    from alloy_agent.daemon.remote import RemoteNode
+
+EMULATED = "emulated"
 
 
 def add(commands: Any) -> None:
@@ -19,6 +30,18 @@ def add(commands: Any) -> None:
     status = actions.add_parser("status", help="how every shared device stands")
     status.add_argument("--json", action="store_true", help="print the document")
     status.set_defaults(run=run_status)
+    _add_run(actions)
+    policy = actions.add_parser("policy", help="what a shared device goes by, over restarts")
+    policy.add_argument("device", metavar="DEVICE", help="device id, or 'emulated'")
+    policy.add_argument(
+        "--budget", type=float, metavar="PERCENT", help="loss allowed to production"
+    )
+    policy.add_argument("--hold", action="store_true", help="no neighbour is let through")
+    policy.add_argument("--json", action="store_true", help="print the document")
+    policy.set_defaults(run=run_policy)
+
+
+def _add_run(actions: Any) -> None:
     start = actions.add_parser(
         "run",
         help="start a command on a shared device",
@@ -31,93 +54,241 @@ def add(commands: Any) -> None:
     start.add_argument("--name", help="name of the tenant (default: role and pid)")
     start.add_argument("--weight", type=float, default=1.0, help="share among the opportunistic")
     start.add_argument("--budget", type=float, metavar="PERCENT", help="loss allowed to production")
-    start.add_argument("device", metavar="DEVICE", help="device id, or 'emulated'")
+    start.add_argument(
+        "device", metavar="DEVICE", help="device id, a shared partition of it, or 'emulated'"
+    )
     start.set_defaults(run=run_start)
 
 
-def share_root(arguments: Namespace) -> Path:
-    """Return the folder of all shared devices."""
-    from alloy_agent.cli.sources import settings_of
-
-    return Path(settings_of(arguments).socket_path).parent / "share"
+# --- status -----------------------------------------------------------------------------------
 
 
 def run_status(arguments: Namespace) -> int:
     """Print every shared device."""
-    from alloy_agent.conformance.gate.keeper import statuses
-
-    found = statuses(share_root(arguments))
+    document = _statuses(arguments)
     if arguments.json:
-        output.write_json({"schema": "alloy.share/v1", "devices": list(found)})
+        import msgspec
+
+        output.write_json(msgspec.to_builtins(document))
         return 0
-    if not found:
+    if not document.devices:
         output.write("no device is shared now")
-    for entry in found:
-        _show(entry)
+    for view in document.devices:
+        for line in lines_of(view):
+            output.write(line)
     return 0
 
 
-def _show(entry: dict[str, Any]) -> None:
-    loss = entry["loss_ratio"]
-    output.write(
-        f"{entry['device']}: {entry['stage']}, production loses"
-        f" {'nothing measured' if loss is None else f'{100 * loss:.1f} %'},"
-        f" {100 * entry['lent_ratio']:.1f} % of the device is lent,"
-        f" audit: {entry['answer']} {entry['reason']}".rstrip()
+def _statuses(arguments: Namespace) -> ShareDocument:
+    """Return what the keepers tell; they are asked by their files, with a daemon or without."""
+    from alloy_agent.cli.sources import settings_of
+    from alloy_agent.conformance.keeper.messages import ShareDocument
+    from alloy_agent.conformance.shares import SharesOnHost
+    from alloy_agent.daemon.addresses import share_root
+
+    views = SharesOnHost(share_root(settings_of(arguments))).views()
+    return ShareDocument(devices=views)
+
+
+def lines_of(view: ShareView) -> list[str]:
+    """Return one shared device as lines of a table."""
+    keeper = "the agent" if view.keeper == "agent" else "a keeper of its own"
+    loss = "not measured" if view.loss_ratio is None else f"{100 * view.loss_ratio:.1f} %"
+    lines = [
+        f"{view.device}: {view.stage}, kept by {keeper}"
+        f" ({100 * view.cpu_ratio:.1f} % of a core){' · emulated' if view.emulated else ''}",
+        f"  production loses {loss} of {100 * view.budget_ratio:g} % allowed;"
+        f" {100 * view.lent_ratio:.1f} % of the device is lent",
+        f"  audit: {_verdict(view)}",
+    ]
+    if view.held or view.throttled:
+        lines.append(f"  {view.held or f'windows are not comparable: {view.throttled}'}")
+    lines.append(
+        f"  {'TENANT':<20} {'ROLE':<14} {'WEIGHT':>6} {'PROCS':>5} {'LAUNCHES':>10}"
+        f" {'DEVICE S':>9} {'LEASE':<6} STATE"
     )
-    for tenant in entry["tenants"]:
-        state = tenant["trouble"] or ("frozen" if tenant["frozen"] else "running")
-        output.write(
-            f"  {tenant['name']} {tenant['role']} weight {tenant['weight']:g}:"
-            f" {tenant['processes']} processes, {tenant['launched']} launches,"
-            f" {tenant['device_s']:.1f} s of device time, {state}"
-        )
+    lines += [_tenant_line(tenant) for tenant in view.tenants]
+    lines += [f"  bypass: {text}" for text in view.bypass]
+    return lines
+
+
+def _verdict(view: ShareView) -> str:
+    span = ""
+    if view.lower_ratio is not None and view.upper_ratio is not None:
+        span = f", slowdown {100 * view.lower_ratio:.2f} to {100 * view.upper_ratio:.2f} %"
+    reason = f" ({view.reason})" if view.reason else ""
+    left_out = f", {view.skipped} not judged" if view.skipped else ""
+    return (
+        f"{view.answer}{reason}{span}, e-value {view.e_value:.3g} after {view.windows} windows"
+        f"{left_out}"
+    )
+
+
+def _tenant_line(tenant: TenantView) -> str:
+    state = "frozen" if tenant.frozen else tenant.trouble or "running"
+    lease = "-" if tenant.role == "production" else "valid" if tenant.leased else "none"
+    return (
+        f"  {tenant.name:<20} {tenant.role:<14} {tenant.weight:>6g} {tenant.processes:>5}"
+        f" {tenant.launched:>10} {tenant.device_s:>9.1f} {lease:<6} {state}"
+    )
+
+
+# --- policy -----------------------------------------------------------------------------------
+
+
+def run_policy(arguments: Namespace) -> int:
+    """Set what a shared device goes by; the agent keeps it."""
+    from alloy_agent.cli.sources import require_root
+    from alloy_agent.proto import agent_pb2 as pb
+
+    require_root("share policy")
+    daemon = _daemon(arguments)
+    if daemon is None:
+        raise ConfigError("share policy: no agent runs", cure="start `alloy-agent run`")
+    wish = pb.SetRatePolicy(
+        device=arguments.device,
+        loss_budget_ratio=_ratio(arguments.budget) or 0.0,
+        enabled=not arguments.hold,
+        session=f"uid {os.getuid()}",
+    )
+    with daemon:
+        body = daemon.rate_policy(wish)
+    if arguments.json:
+        import json
+
+        output.write_json(json.loads(body))
+        return 0
+    budget = "the node's own budget" if arguments.budget is None else f"{arguments.budget:g} %"
+    held = "; no neighbour is let through" if arguments.hold else ""
+    output.write(f"{arguments.device}: production may lose {budget}{held}")
+    return 0
+
+
+# --- run --------------------------------------------------------------------------------------
 
 
 def run_start(arguments: Namespace) -> int:
-    """Join the device and turn into the command."""
-    from alloy_agent.cli.execute import become
+    """Join the device, through the agent where one runs, and turn into the command."""
+    from alloy_agent.cli.execute import become, join, prove_fenced
     from alloy_agent.cli.sources import require_root
-    from alloy_agent.conformance.gate.keeper import Join, join
+    from alloy_agent.model import Access
 
     argv = arguments.tail
     if not argv:
         raise ConfigError("share run: no command given", cure="write it behind '--'")
-    if "/" in arguments.device or arguments.device.startswith("."):
-        raise ConfigError(f"share run: {arguments.device!r} is no device")
     require_root("share run")
-    role = "production" if arguments.production else "opportunistic"
-    name = arguments.name or f"{role}-{os.getpid()}"
-    group, procs = _own_cgroup(arguments.device, name) if arguments.opportunistic else ("", None)
-    request = Join(
-        name=name,
-        role=role,
-        pid=os.getpid(),
-        weight=arguments.weight,
-        cgroup=group,
-        budget_ratio=arguments.budget / 100.0 if arguments.budget is not None else None,
-    )
-    environment = join(arguments.device, share_root(arguments), request)
-    if procs is not None:  # after the keeper was started: it must not be frozen with its tenant
-        procs.write_text("0\n", encoding="ascii")
-    preload = " ".join(filter(None, (environment["LD_PRELOAD"], os.environ.get("LD_PRELOAD"))))
+    _check(arguments)
+    daemon = _daemon(arguments)
+    if daemon is None:
+        joined = _join_alone(arguments)
+        output.note(f"no agent runs: {joined.device} has a keeper of its own while it is shared")
+    else:
+        with daemon:
+            joined = _join_agent(arguments, daemon)
+        output.note(
+            f"{joined.tenant} shares {joined.partition or joined.device}, kept by the agent"
+        )
+    for line in joined.notes:
+        output.note(line)
+    # after the keeper was started: it must not be frozen with its tenant
+    join(Access(cgroup_procs=joined.cgroup_procs))
+    if joined.fence:
+        prove_fenced(joined.fence)
+    mine = {key: value for key, value in os.environ.items() if key not in joined.unset}
+    gates = (joined.environment["LD_PRELOAD"], os.environ.get("LD_PRELOAD"))
     sys.stdout.flush()
-    return become(argv, {**os.environ, **environment, "LD_PRELOAD": preload})
+    sys.stderr.flush()
+    environment = {**mine, **joined.environment, "LD_PRELOAD": " ".join(filter(None, gates))}
+    return become(argv, environment)
 
 
-def _own_cgroup(device: str, name: str) -> tuple[str, Path | None]:
-    """Make a v2 cgroup that can be frozen; return its path and its `cgroup.procs`, or nothing."""
+def _check(arguments: Namespace) -> None:
+    if not 0.0 < arguments.weight <= 1000.0:
+        raise ConfigError(f"share run: weight {arguments.weight:g}", cure="give 0.001 to 1000")
+    _ratio(arguments.budget)
+
+
+def _ratio(percent: float | None) -> float | None:
+    if percent is None:
+        return None
+    if not 0.0 < percent <= 50.0:
+        raise ConfigError(f"budget {percent:g} %", cure="give more than 0 and at most 50")
+    return percent / 100.0
+
+
+def _daemon(arguments: Namespace) -> RemoteNode | None:
+    from alloy_agent.cli.sources import quiet_logs, settings_of
+    from alloy_agent.daemon.addresses import may_answer
+
+    settings = settings_of(arguments)
+    quiet_logs(arguments)
+    if not may_answer(settings):
+        return None
+    from alloy_agent.daemon.remote import find_daemon
+
+    return find_daemon(settings, write=True)
+
+
+def _role(arguments: Namespace) -> str:
+    return "production" if arguments.production else "opportunistic"
+
+
+def _join_agent(arguments: Namespace, daemon: RemoteNode) -> JoinedDocument:
+    from alloy_agent.proto import agent_pb2 as pb
+
+    share = pb.SHARE_PRODUCTION if arguments.production else pb.SHARE_OPPORTUNISTIC
+    return daemon.join(
+        pb.Join(
+            subject=arguments.device,
+            tenant=arguments.name or f"{_role(arguments)}-{os.getpid()}",
+            share=share,
+            weight=arguments.weight,
+            loss_budget_ratio=_ratio(arguments.budget) or 0.0,
+            pid=os.getpid(),
+        )
+    )
+
+
+def _join_alone(arguments: Namespace) -> JoinedDocument:
+    """Join under a keeper of the device's own, which this starts where there is none."""
+    from alloy_agent.cli.sources import settings_of
+    from alloy_agent.conformance.keeper import client
+    from alloy_agent.conformance.keeper.messages import Join, JoinedDocument
+    from alloy_agent.daemon.addresses import share_root
+
+    root, device = share_root(settings_of(arguments)), arguments.device
+    if device != EMULATED and arguments.fake:
+        raise ConfigError(
+            "share run: simulated devices are shared through an agent alone",
+            cure="start `alloy-agent --fake ... run` first",
+        )
+    client.folder_of(root, device)
+    name = arguments.name or f"{_role(arguments)}-{os.getpid()}"
+    group, procs = _own_group(device, name) if arguments.opportunistic else ("", ())
+    environment = client.join(
+        device,
+        root,
+        Join(
+            name=name,
+            role=_role(arguments),
+            pid=os.getpid(),
+            weight=arguments.weight,
+            cgroup=group,
+            budget_ratio=_ratio(arguments.budget),
+        ),
+    )
+    return JoinedDocument(
+        device=device, partition="", tenant=name, environment=environment, cgroup_procs=procs
+    )
+
+
+def _own_group(device: str, name: str) -> tuple[str, tuple[str, ...]]:
+    """Make a v2 cgroup that can be frozen; return its path and `cgroup.procs`, or nothing."""
+    from alloy_agent.conformance.keeper.client import own_group
     from alloy_agent.host.cgroups import detect
 
     tree = detect().unified
-    if tree is None:
-        output.note("no v2 cgroup tree: this tenant cannot be frozen if its gate fails")
-        return "", None
-    path = f"alloy-share/{device}/{name}"
-    folder = Path(tree.folder(path))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        output.note(f"no cgroup for this tenant, it cannot be frozen: {exc}")
-        return "", None
-    return path, folder / "cgroup.procs"
+    group = own_group(device, name, Path(tree.folder(""))) if tree is not None else ("", ())
+    if not group[0]:
+        output.note("no v2 cgroup for this tenant: it cannot be frozen if its gate fails")
+    return group

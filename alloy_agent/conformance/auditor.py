@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import select
 import threading
 import time
@@ -52,6 +53,7 @@ from alloy_agent.model import (
     PartitionId,
     PartitionReport,
     Quality,
+    ShareReport,
     Snapshot,
     Value,
     Verdict,
@@ -93,6 +95,18 @@ class Sources(Protocol):
         ...
 
 
+class Shared(Protocol):
+    """Where an audit learns how shared devices stand; changes between two looks at devices."""
+
+    def facts(self, snapshot: Snapshot) -> Sequence[Fact]:
+        """Return the facts of the devices that are cut into shares."""
+        ...
+
+    def reports(self) -> tuple[ShareReport, ...]:
+        """Return what the result shows of each shared device."""
+        ...
+
+
 class AuditIdentity(Value, frozen=True, kw_only=True):
     """Who audits."""
 
@@ -124,6 +138,7 @@ def audit_once(  # noqa: PLR0913 - what is judged, by whom, and where it is kept
     *,
     store: VerdictStore | None = None,
     evidence: EvidenceLog | None = None,
+    shared: Shared | None = None,
     proc_root: str = "/proc",
     host_root: str = "",
 ) -> AuditResult:
@@ -131,12 +146,15 @@ def audit_once(  # noqa: PLR0913 - what is judged, by whom, and where it is kept
     for looks_left in range(PASSING_LOOKS, -1, -1):
         snapshot = sources.observe()
         view = HostView(snapshot, proc_root, host_root)
-        facts = collect_all(snapshot, view, sources.device_facts(snapshot), chain_fact(evidence))
+        more = shared.facts(snapshot) if shared is not None else ()
+        device_facts = sources.device_facts(snapshot)
+        facts = collect_all(snapshot, view, device_facts, chain_fact(evidence), *more)
         reports, judgements = judge(snapshot, facts, sources.intent())
         if not looks_left or not doubtful({}, reports):
             break
         time.sleep(PASSING_S)
-    result = assemble(identity, snapshot, reports, judgements, mode="once")
+    shares = shared.reports() if shared is not None else ()
+    result = assemble(identity, snapshot, reports, judgements, mode="once", shares=shares)
     Recorder(store, evidence).record(result)
     return with_head(result, evidence)
 
@@ -184,12 +202,14 @@ def fence_facts(book: FactBook, view: HostView, partitions: Iterable[Partition])
     ]
 
 
-def assemble(
+def assemble(  # noqa: PLR0913 - the parts of a result
     identity: AuditIdentity,
     snapshot: Snapshot,
     reports: Sequence[PartitionReport],
     judgements: Sequence[Judgement],
     mode: Mode,
+    *,
+    shares: tuple[ShareReport, ...] = (),
 ) -> AuditResult:
     """Return one result from its parts."""
     return AuditResult(
@@ -205,6 +225,7 @@ def assemble(
         node_judgements=tuple(judgements),
         residual_classes=residual_table(reports),
         mode=mode,
+        shares=shares,
     )
 
 
@@ -245,6 +266,7 @@ class Auditor:
         on_result: Callable[[AuditResult], None] | None = None,
         on_finding: Callable[[Finding], None] | None = None,
         on_move: Callable[[Move], None] | None = None,
+        shared: Shared | None = None,
         proc_root: str = "/proc",
         host_root: str = "",
     ) -> None:
@@ -259,6 +281,7 @@ class Auditor:
             on_result: Called with each new result, on the auditor's thread.
             on_finding: Called with each finding, on the auditor's thread.
             on_move: Called with each process that came or left, on the auditor's thread.
+            shared: How shared devices stand; None: nobody tells.
             proc_root: Where procfs is.
             host_root: Where the host's root file system is seen.
         """
@@ -267,6 +290,8 @@ class Auditor:
         self._recorder = Recorder(store, evidence)
         self._timing = timing or Timing()
         self._on_result, self._on_finding, self._on_move = on_result, on_finding, on_move
+        self._shared = shared
+        self._reconsidered: queue.SimpleQueue[str] = queue.SimpleQueue()  # devices, by their shares
         self._roots = (proc_root, host_root)
         self._judging = threading.RLock()
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -326,6 +351,12 @@ class Auditor:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+    def reconsider(self, devices: Iterable[str]) -> None:
+        """Judge the partitions of some devices again at once; callable from any thread."""
+        for device in devices:
+            self._reconsidered.put(device)
+        self._wake.set()
 
     def audit_now(self) -> AuditResult:
         """Run every check now and return the result; callable from any thread.
@@ -404,7 +435,8 @@ class Auditor:
         self._note_moves(old, self._view)
         chain = chain_fact(self._evidence, self._whole)
         device_facts = self._sources.device_facts(snapshot)
-        self._book = collect_all(snapshot, self._view, device_facts, chain)
+        shared = self._shared.facts(snapshot) if self._shared is not None else ()
+        self._book = collect_all(snapshot, self._view, device_facts, chain, *shared)
         reports, judgements = judge(snapshot, self._book, self._sources.intent())
         if looks and doubtful(self._reports, reports):
             self._stop.wait(PASSING_S)
@@ -415,12 +447,22 @@ class Auditor:
 
     def _react(self) -> None:
         """Judge again what the waiting events touch."""
+        self._react_to_shares()
         events = self._events.get(timeout_s=0) if self._events is not None else ()
         written = self._drain()
         if written or any(event.kind is ProcessEventKind.RESYNC for event in events):
             self._catch_up(all_partitions=written)
         else:
             self._rejudge(self._take({event.pid for event in events}))
+
+    def _react_to_shares(self) -> None:
+        """Judge again the partitions of the devices whose keeper said that something changed."""
+        devices: set[str] = set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                devices.add(self._reconsidered.get_nowait())
+        if devices and self._snapshot is not None:
+            self._rejudge({p.id for p in self._snapshot.partitions if p.device in devices})
 
     def _catch_up(self, *, all_partitions: bool) -> None:
         """Find out what changed without the help of events, and judge that again."""
@@ -470,6 +512,8 @@ class Auditor:
                 fresh += view.partition_facts(partition, devices[partition.device])
         chosen = [p for p in snapshot.partitions if p.id in partitions]
         fresh += fence_facts(self._book, view, chosen)
+        if self._shared is not None:
+            fresh += self._shared.facts(snapshot)
         self._book = self._book.merged(fact for fact in fresh if fact is not None)
         reports, judgements = judge(snapshot, self._book, self._sources.intent(), only=partitions)
         changed = {report.partition.id: report for report in reports}
@@ -490,7 +534,10 @@ class Auditor:
         reports = tuple(
             self._reports[p.id] for p in self._snapshot.partitions if p.id in self._reports
         )
-        result = assemble(self._identity, self._snapshot, reports, judgements, self.mode)
+        shares = self._shared.reports() if self._shared is not None else ()
+        result = assemble(
+            self._identity, self._snapshot, reports, judgements, mode=self.mode, shares=shares
+        )
         findings = self._recorder.record(result, whole=whole)
         result = with_head(result, self._evidence)
         self._latest = result

@@ -21,6 +21,11 @@ def socket_of(settings: Settings) -> Path:
     return Path(settings.socket_path)
 
 
+def share_root(settings: Settings) -> Path:
+    """Return the folder in which shared devices have their pages and keepers."""
+    return socket_of(settings).absolute().parent / "share"
+
+
 def may_answer(settings: Settings) -> bool:
     """Whether a socket is there at all; says no within microseconds, and loads nothing for it."""
     try:

@@ -64,6 +64,7 @@ class Feed:
         self._samples = itertools.count(1)
         self._gates: Callable[[], Mapping[str, GateRow]] = dict
         self._draining: Callable[[], frozenset[str]] = frozenset
+        self._rates: Callable[[], Iterable[pb.RateState]] = tuple
 
     # --- what the loops say ---
 
@@ -135,6 +136,20 @@ class Feed:
 
         self._event(pb.AgentMessage(usage=codec.usage(row)))
 
+    def rates_of(self, rates: Callable[[], Iterable[pb.RateState]]) -> None:
+        """Take how shared devices stand from here from now on."""
+        self._rates = rates
+
+    def rated(self, states: Iterable[pb.RateState]) -> None:
+        """Tell how shared devices stand; only the newest of each counts."""
+        from alloy_agent.proto import agent_pb2 as pb
+
+        for state in states:
+            message = pb.AgentMessage(rate_state=state)
+            if self._on_state is not None:
+                self._on_state(message)
+            self._tell(message)
+
     def slow(self, quantiles: Iterable[tuple[str, str, Quantiles]]) -> pb.AgentMessage:
         """Return quantiles as one message."""
         from alloy_agent.proto import agent_pb2 as pb
@@ -167,6 +182,7 @@ class Feed:
                 inventory=codec.inventory(snapshot, revision, draining=self._draining())
             ),
             pb.AgentMessage(partition_state=partitions),
+            *(pb.AgentMessage(rate_state=rate) for rate in self._rates()),
         )
 
     def sample(self) -> pb.AgentMessage | None:

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from alloy_agent import __version__
-from alloy_agent.daemon import keeping, logs, memory
-from alloy_agent.daemon.addresses import socket_of
+from alloy_agent.daemon import keeping, logs, memory, starts
+from alloy_agent.daemon.addresses import share_root, socket_of
 from alloy_agent.daemon.api import LayoutRequest
 from alloy_agent.daemon.documents import StatusDocument
 from alloy_agent.daemon.feed import Feed
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from alloy_agent.daemon.live import TopDocument
     from alloy_agent.daemon.service import NodeService
     from alloy_agent.daemon.telemetry import Telemetry
+    from alloy_agent.daemon.shares import Shares
     from alloy_agent.leases import View
     from alloy_agent.model import Fact
     from alloy_agent.proto import agent_pb2 as pb
@@ -193,6 +194,8 @@ class Daemon:
         self.claims: Claims | None = None
         self._early: list[DeviceEvent] = []  # came before the telemetry was there
         self._slow_s = 0.0
+        self.shares: Shares | None = None
+        self._outlets: Outlets | None = None
         self._reread = reread
         self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._started_s = clock.boottime_s()
@@ -227,6 +230,7 @@ class Daemon:
         self.node = Node(
             self.settings, write=True, sample=True, salvage=True, on_event=self._on_event
         )
+        self._thaw()
         self._start_claims(stack)
         self._enter_node(stack)
         self._log_settings()
@@ -237,12 +241,60 @@ class Daemon:
         self._start_loops(stack)
         if self.claims is not None:
             self.claims.attach()
+        self._start_shares(stack)
             stack.callback(self.claims.stop)  # first of all: calls in hand still need the rooms
 
     def _start_claims(self, stack: contextlib.ExitStack) -> None:
         """Let a kubelet find the agent before devices are opened: its calls wait meanwhile."""
         if not self.settings.kubernetes.enabled:
             return
+    def _thaw(self) -> None:
+        """Undo the freezes of an agent that died, before anything that may take its time."""
+        root = share_root(self.settings)
+        if root.is_dir():
+            from alloy_agent.daemon.shares import thaw_all
+
+            thaw_all(root)
+
+    def _start_shares(self, stack: contextlib.ExitStack) -> None:
+        """Keep the devices that are shared now, and those that will be."""
+        if self.node.degraded:
+            return
+        from alloy_agent.daemon.shares import Hooks, Shares
+        from alloy_agent.daemon.sharing import Throttles, policies, rate_states, stated_policies
+
+        throttles, node = Throttles(), self.node
+
+        def states(devices: frozenset[str]) -> None:
+            self.feed.rated(rate_states(devices, shares.views(), clock.boottime_s()))
+
+        shares = Shares(
+            share_root(self.settings),
+            Hooks(
+                simulated=self._is_simulated,
+                policies=lambda: policies(stated_policies(node), node.store.claims()),
+                throttled=lambda: throttles.look(self.measured()),
+                changed=self._on_shares,
+                states=states,
+            ),
+        )
+        self.feed.rates_of(
+            lambda: rate_states(
+                [v.device for v in shares.views()], shares.views(), clock.boottime_s()
+            )
+        )
+        self.shares = shares
+        shares.start()
+        stack.callback(shares.stop)
+
+    def _is_simulated(self, device: str) -> bool:
+        snapshot = self.seen.snapshot or self.node.observe()
+        return any(d.id == device and d.simulated for d in snapshot.devices)
+
+    def _on_shares(self, devices: frozenset[str]) -> None:
+        if self.auditor is not None:
+            self.auditor.reconsider(devices)
+
         from alloy_agent.daemon.claims import Claims
 
         self.claims = Claims(self)
@@ -416,7 +468,7 @@ class Daemon:
             outbox,
             self._hello,
             self.feed.state,
-            lambda command, emit: answer(service, command, emit),
+            lambda command, emit: answer(service, _for_brains(command), emit),
             self._on_defect,
         )
         self.feed.forward(outbox.add, self.uplink.offer)
@@ -457,7 +509,22 @@ class Daemon:
         if kind in ("drain", "undrain") and self.telemetry is not None:
             from alloy_agent.daemon.draining import drain_reply
 
-            return drain_reply(self.telemetry, command, self.observe)
+            return drain_reply(
+                self.telemetry,
+                command,
+                self.observe,
+                lambda drained: reaches_beyond(self.settings, drained),
+            )
+        if self.shares is not None and kind in ("join", "set_rate_policy"):
+            from alloy_agent.daemon.sharing import join_reply, policy_reply
+
+            if kind == "join":
+                reply = join_reply(self.node, self.shares, command)
+                self._touched()
+                return reply
+            reply = policy_reply(self.node, command)
+            self.shares.look()
+            return reply
         if self.desk is None:
             from alloy_agent.proto.failures import unknown_command_reply
 
@@ -886,6 +953,13 @@ def _layout_file(settings: Settings) -> LayoutRequest | None:
 
     path = Path(settings.layout.file)
     text = read_text(path)
+def _for_brains(command: pb.BrainMessage) -> pb.BrainMessage:
+    """Return a command of a brain; what only this host may ask becomes one that is not known."""
+    if command.WhichOneof("body") == "join":
+        command.ClearField("join")
+    return command
+
+
     read_layout(text, str(path))
     return LayoutRequest(text=text, file=str(path), layout=settings.layout.name)
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from alloy_agent.conformance.auditor import AuditIdentity
     from alloy_agent.conformance.checks import Intent
     from alloy_agent.conformance.evidence import EvidenceLog
+    from alloy_agent.conformance.shares import SharesOnHost
     from alloy_agent.daemon import documents
     from alloy_agent.daemon.api import LayoutRequest, OnProgress
     from alloy_agent.daemon.tenancy import Tenancy
@@ -420,6 +421,14 @@ class Node:
             thread.join()
         return found
 
+    @property
+    def shared(self) -> SharesOnHost:
+        """How the shared devices of this host stand, as their keepers tell."""
+        from alloy_agent.conformance.shares import SharesOnHost
+        from alloy_agent.daemon.addresses import share_root
+
+        return SharesOnHost(share_root(self.settings))
+
     def intent(self) -> Intent:
         """Return what ought to be: the desired layout, and who was given what."""
         from alloy_agent.conformance.checks.base import Grant, Intent
@@ -452,7 +461,8 @@ class Node:
         from alloy_agent.conformance.collect import HostView
         from alloy_agent.conformance.owners import as_owners
 
-        facts = collect_all(snapshot, HostView(snapshot), self.device_facts(snapshot))
+        shared = self.shared.facts(snapshot)
+        facts = collect_all(snapshot, HostView(snapshot), self.device_facts(snapshot), *shared)
         fact = facts.find(NODE, "host.owners")
         if fact is not None and fact.quality is Quality.VALUE:
             owners = as_owners(msgspec.convert(fact.value, tuple[OwnerFact, ...]))
@@ -492,7 +502,7 @@ class Node:
 
         evidence = self.evidence()  # opened while the workers still start
         store = self.store if self._write and not self.degraded else None
-        return audit_once(self, self.identity, store=store, evidence=evidence)
+        return audit_once(self, self.identity, store=store, evidence=evidence, shared=self.shared)
 
     def doctor(self) -> documents.DoctorDocument:
         """Return what this host lacks for the agent and for each backend."""

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from alloy_agent.config import Settings
+    from alloy_agent.conformance.keeper.messages import JoinedDocument, ShareDocument
     from alloy_agent.control import ControlClient
     from alloy_agent.daemon.live import TopDocument
     from alloy_agent.model import ApplyReport, AuditResult
+    from alloy_agent.proto import agent_pb2 as pb
 
 T = TypeVar("T")
 
@@ -127,6 +129,22 @@ class RemoteNode:
         from alloy_agent.daemon.live import TopDocument
 
         return _decode(self._client.query("top"), TopDocument)
+
+    def shares(self) -> ShareDocument:
+        """Return how every shared device stands."""
+        from alloy_agent.conformance.keeper.messages import ShareDocument
+
+        return _decode(self._client.query("share"), ShareDocument)
+
+    def join(self, wish: pb.Join) -> JoinedDocument:
+        """Have a process share a device; return what its command needs."""
+        from alloy_agent.conformance.keeper.messages import JoinedDocument
+
+        return _decode(self._client.join(wish), JoinedDocument)
+
+    def rate_policy(self, policy: pb.SetRatePolicy) -> bytes:
+        """Set what a shared device goes by; return the document of it."""
+        return self._client.rate_policy(policy)
 
     def close(self) -> None:
         """Let go of the daemon."""

@@ -78,12 +78,16 @@ class NodeService:
             return msgspec.json.encode(self._node.doctor())
         if name == "top" and self._top is not None:
             return msgspec.json.encode(self._top())
+        if name == "share":
+            from alloy_agent.daemon.sharing import share_document
+
+            return msgspec.json.encode(share_document(self._node.shared.views()))
         if name == "metrics":
             text = self._metrics().decode()
             return msgspec.json.encode({"schema": "alloy.metrics/v1", "text": text})
         raise ConfigError(
             f"document {name}: this agent has none of that name",
-            cure="ask for devices, status, top, doctor or metrics",
+            cure="ask for devices, status, top, share, doctor or metrics",
         )
 
     def plan(self, layout: str, source: str, name: str | None) -> bytes:

@@ -50,6 +50,8 @@ class Mailbox:
         kind = str(message.WhichOneof("body"))
         if kind == "echo" and message.echo.reply:
             kind = "echo_reply"
+        if kind == "rate_state":  # one slot for each shared device
+            kind = f"rate_state {message.rate_state.device}"
         with self._changed:
             if kind in self._slots:
                 self._dropped[kind] += 1

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from alloy_agent.conformance.checks import amd, geometry, neuron, nvidia, placement, silicon
+from alloy_agent.conformance.checks import (
+    amd,
+    geometry,
+    neuron,
+    nvidia,
+    placement,
+    sharing,
+    silicon,
+)
 from alloy_agent.conformance.checks.base import NODE, Case, Check, FactBook, Grant, Intent, run
 from alloy_agent.conformance.checks.node import judge_node
 from alloy_agent.conformance.checks.residual import TABLE, residual_classes
@@ -48,6 +56,7 @@ CHECKS: tuple[Check, ...] = (
     *amd.CHECKS,
     *nvidia.CHECKS,
     *neuron.CHECKS,
+    *sharing.CHECKS,
 )
 
 

@@ -10,9 +10,11 @@ Source: perf_event_open(2); Documentation/trace/uprobetracer.rst.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -24,13 +26,14 @@ ATTR_BYTES: Final = 128
 CGROUP_FLAG: Final = 4
 CLOEXEC_FLAG: Final = 8
 SHT_DYNSYM: Final = 11
+NAME_MOST: Final = 256  # bytes of a symbol's name that are compared
 
 
 class Witness:
     """One symbol of one file, counted for one cgroup."""
 
-    def __init__(self, library: Path, symbol: str, cgroup: Path) -> None:
-        """Attach.
+    def __init__(self, library: Path, symbol: str, cgroup: Path, offset: int | None = None) -> None:
+        """Attach; `offset` is where the symbol's code begins, where that is known already.
 
         Raises:
             UnsupportedError: The kernel has no uprobe events, or the file no such symbol.
@@ -40,7 +43,7 @@ class Witness:
         self._files: list[int] = []
         # the kernel reads the path while it opens the event; it must live until then
         self._path = ctypes.create_string_buffer(os.fsencode(library))
-        offset = symbol_offset(library, symbol)
+        offset = symbol_offset(library, symbol) if offset is None else offset
         group = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for cpu in sorted(online()):
@@ -98,19 +101,28 @@ def symbol_offset(library: Path, symbol: str) -> int:
     Raises:
         UnsupportedError: The file is no 64-bit ELF, or has no such symbol.
     """
-    try:
-        data = library.read_bytes()
-        offset = _offset(data, symbol.encode())
-    except (OSError, struct.error, IndexError, ValueError, OverflowError) as exc:
-        raise BackendError(
-            f"{library}: {exc}", cure="name the library as the tenant has it"
-        ) from exc
+    offset = symbol_offsets(library, (symbol,)).get(symbol)
     if offset is None:
         raise UnsupportedError(f"{library} has no dynamic symbol {symbol}")
     return offset
 
 
-def _offset(data: bytes, symbol: bytes) -> int | None:
+def symbol_offsets(library: Path, symbols: Iterable[str]) -> dict[str, int]:
+    """Return where in the file the code of each dynamic symbol begins that the file has.
+
+    Raises:
+        BackendError: The file cannot be read, or is no 64-bit ELF.
+    """
+    try:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            return _offsets(data, {symbol.encode() for symbol in symbols})
+    except (OSError, struct.error, IndexError, ValueError, OverflowError) as exc:
+        raise BackendError(
+            f"{library}: {exc}", cure="name the library as the tenant has it"
+        ) from exc
+
+
+def _offsets(data: mmap.mmap, symbols: set[bytes]) -> dict[str, int]:
     if data[:5] != b"\x7fELF\x02":
         raise ValueError("no 64-bit ELF file")
     table, size, count = (
@@ -118,14 +130,17 @@ def _offset(data: bytes, symbol: bytes) -> int | None:
         *struct.unpack_from("<HH", data, 58),
     )
     sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + n * size) for n in range(count)]
+    found: dict[str, int] = {}
     for section in sections:
         if section[1] != SHT_DYNSYM:
             continue
         names = sections[section[6]][4]
         for at in range(section[4], section[4] + section[5], 24):
             name, _, _, index, value, _ = struct.unpack_from("<IBBHQQ", data, at)
-            end = data.index(b"\0", names + name)
-            if index and data[names + name : end] == symbol:
+            if not index:
+                continue
+            label = data[names + name : names + name + NAME_MOST].partition(b"\0")[0]
+            if label in symbols:
                 home = sections[index]
-                return int(value - home[3] + home[4])
-    return None
+                found[label.decode()] = int(value - home[3] + home[4])
+    return found

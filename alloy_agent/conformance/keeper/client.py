@@ -1,0 +1,139 @@
+"""How a keeper is asked, started and read, by the daemon and by commands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from alloy_agent.conformance.gate.build import library
+from alloy_agent.conformance.keeper.messages import (
+    REQUEST_BYTES,
+    STALE_S,
+    Answer,
+    Join,
+    Request,
+    ShareView,
+)
+from alloy_agent.errors import BackendError, ConfigError
+from alloy_agent.host.clock import boottime_s
+
+START_S: Final = 20.0
+ANSWER_S: Final = 5.0
+LOOK_AGAIN_S: Final = 0.05
+OWN_GROUP: Final = "alloy-share"  # of the v2 tree: cgroups that are made for tenants
+
+
+def folder_of(root: Path, device: str) -> Path:
+    """Return the folder of a shared device.
+
+    Raises:
+        ConfigError: The name cannot be one of a device.
+    """
+    if not device or "/" in device or device.startswith(".") or len(device) > 128:
+        raise ConfigError(f"{device!r} is no device", cure="see `alloy-agent devices`")
+    return root / device
+
+
+def ask(folder: Path, request: Request) -> Answer:
+    """Return a keeper's answer.
+
+    Raises:
+        OSError: No keeper is there, or it does not answer.
+        ConfigError: It refuses.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(ANSWER_S)
+        peer.connect(str(folder / "keeper.sock"))
+        peer.sendall(msgspec.json.encode(request))
+        raw = peer.recv(REQUEST_BYTES)
+    try:
+        answer = msgspec.json.decode(raw, type=Answer)
+    except msgspec.MsgspecError as exc:
+        raise OSError(f"no answer that makes sense: {exc}") from exc
+    if answer.error:
+        raise ConfigError(answer.error, cure=answer.cure)
+    return answer
+
+
+def join(device: str, root: Path, request: Join) -> dict[str, str]:
+    """Return the environment of a new tenant; start a keeper of our own if there is none.
+
+    Raises:
+        BackendError: No keeper came up, or it does not answer.
+        ConfigError: The keeper refuses.
+        UnsupportedError: There is no gate on this host, and no compiler to build it.
+    """
+    folder = folder_of(root, device)
+    library(root / "lib")  # a host that cannot build it is told so at once
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    end_s = time.monotonic() + START_S
+    started: subprocess.Popen[bytes] | None = None
+    while time.monotonic() < end_s:
+        try:
+            return ask(folder, request).environment
+        except OSError:
+            if started is None or started.poll() is not None:
+                started = _start(device, folder)
+            time.sleep(LOOK_AGAIN_S)
+    raise BackendError(
+        f"the keeper of {device} does not come up", cure=f"read {folder / 'keeper.log'}"
+    )
+
+
+def own_group(device: str, tenant: str, tree: Path) -> tuple[str, tuple[str, ...]]:
+    """Make a v2 cgroup for a tenant; return its path and the file by which it is entered."""
+    path = f"{OWN_GROUP}/{device}/{tenant}"
+    folder = tree / path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return "", ()
+    return path, (str(folder / "cgroup.procs"),)
+
+
+def views(root: Path) -> tuple[ShareView, ...]:
+    """Return how every shared device stands that has a living keeper."""
+    found, now_s = [], boottime_s()
+    for path in sorted(root.glob("*/status.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            view = msgspec.json.decode(path.read_bytes(), type=ShareView)
+            if 0.0 <= now_s - view.taken_at_s < STALE_S:
+                found.append(view)
+    return tuple(found)
+
+
+def command(device: str, folder: Path, *, emulate: bool, agent: bool) -> list[str]:
+    """Return the command line of a keeper."""
+    argv = [sys.executable, "-s", "-P", "-m", "alloy_agent.conformance.keeper"]
+    options = [*(["--emulate"] if emulate else []), *(["--agent"] if agent else [])]
+    return [*argv, *options, device, str(folder)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a keeper: it finds this package, and no gate is loaded into it."""
+    kept = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    here = str(Path(__file__).resolve().parents[3])
+    if "-packages" not in here:  # a source tree: the interpreter does not find it by itself
+        known = kept.get("PYTHONPATH")
+        kept["PYTHONPATH"] = f"{here}{os.pathsep}{known}" if known else here
+    return kept
+
+
+def _start(device: str, folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "keeper.log").open("ab") as log:
+        return subprocess.Popen(
+            command(device, folder, emulate=device == "emulated", agent=False),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+            env=environment(),
+        )

@@ -1,0 +1,324 @@
+"""Shared devices as commands and documents: who may join, what is asked of them, what is shown.
+
+The processes behind are those of `daemon.shares`. A tenant of a device that the node has is bound
+to one of its shared partitions, so that `devices` shows it there and the audit judges it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from alloy_agent.conformance.keeper.client import own_group
+from alloy_agent.conformance.keeper.messages import (
+    Join,
+    JoinedDocument,
+    Policy,
+    ShareDocument,
+    ShareView,
+)
+from alloy_agent.errors import AlloyError, ConfigError
+from alloy_agent.host.cgroups import detect
+from alloy_agent.model import (
+    Access,
+    Partition,
+    Quality,
+    Share,
+    Signal,
+    Snapshot,
+    Value,
+)
+from alloy_agent.proto import agent_pb2 as pb
+
+if TYPE_CHECKING:
+    from alloy_agent.daemon.node import Node
+    from alloy_agent.daemon.shares import Shares
+    from alloy_agent.store.claims import ClaimRecord
+
+EMULATED: Final = "emulated"
+POLICIES: Final = "share.policies"  # key of the store
+BUDGET_MOST: Final = 0.5
+ROLES: Final = {pb.SHARE_PRODUCTION: Share.PRODUCTION, pb.SHARE_OPPORTUNISTIC: Share.OPPORTUNISTIC}
+THROTTLE: Final = "alloy_device_throttle_seconds_total"
+THROTTLED_RATIO: Final = 0.01  # of the time; less moves no window by what a budget is about
+VERDICTS: Final = {"conform": pb.VERDICT_PASS, "violated": pb.VERDICT_FAIL}
+
+
+class PolicyDocument(Value, frozen=True, kw_only=True):
+    """What a shared device goes by from now on."""
+
+    schema: str = "alloy.rate-policy/v1"
+    device: str
+    loss_budget_ratio: float | None
+    enabled: bool
+
+
+# --- tenants ----------------------------------------------------------------------------------
+
+
+def join_reply(node: Node, shares: Shares, command: pb.BrainMessage) -> pb.Reply:
+    """Take a tenant in; return what its command needs.
+
+    Raises:
+        ConfigError: There is no such device or share, or the keeper refuses.
+        BackendError: No keeper comes up, or the kernel refuses the fence.
+    """
+    wish = command.join
+    role = ROLES.get(wish.share)
+    if role is None:
+        raise ConfigError("join: a tenant is production or opportunistic", cure="say which")
+    if not wish.tenant or not wish.pid:
+        raise ConfigError("join: a tenant has a name and a process")
+    document = _joined(node, shares, wish, role)
+    return _document(command.id, document.schema, document)
+
+
+def _joined(node: Node, shares: Shares, wish: pb.Join, role: Share) -> JoinedDocument:
+    if wish.subject == EMULATED:
+        return _enter(shares, wish, role, EMULATED, None, "", ())
+    snapshot = node.observe()
+    piece = piece_for(wish.subject, role, snapshot)
+    document = node.access(piece.id, wish.tenant, wish.pid)
+    try:
+        return _enter(
+            shares, wish, role, piece.device, piece, document.fence, document.notes, document.access
+        )
+    except BaseException:
+        with contextlib.suppress(AlloyError):
+            node.release(piece.id, wish.tenant)
+        raise
+
+
+def _enter(  # noqa: PLR0913, PLR0917 - what a tenant and its place are
+    shares: Shares,
+    wish: pb.Join,
+    role: Share,
+    device: str,
+    piece: Partition | None,
+    fence: str,
+    notes: tuple[str, ...],
+    access: Access | None = None,
+) -> JoinedDocument:
+    access = access or Access()
+    group, procs = _group(device, wish.tenant, role, access)
+    environment = shares.join(
+        device,
+        Join(
+            name=wish.tenant,
+            role=role.value,
+            pid=wish.pid,
+            weight=wish.weight or 1.0,
+            cgroup=group,
+            budget_ratio=wish.loss_budget_ratio or None,
+            partition="" if piece is None else str(piece.id),
+            nodes=access.device_nodes,
+        ),
+    )
+    more = () if group else ("no v2 cgroup: this tenant cannot be frozen or counted",)
+    return JoinedDocument(
+        device=device,
+        partition="" if piece is None else str(piece.id),
+        tenant=wish.tenant,
+        environment={**access.environment, **environment},
+        unset=access.unset,
+        cgroup_procs=(*access.cgroup_procs, *procs),
+        fence=fence,
+        notes=(*notes, *(more if role is Share.OPPORTUNISTIC else ())),
+    )
+
+
+def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
+    """Return the shared partition that a tenant means: that one, or a free one of a device.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    devices = [d for d in snapshot.devices if d.id == subject]
+    devices = devices or [d for d in snapshot.devices if d.id.startswith(subject)]
+    if len(devices) == 1:
+        device = devices[0].id
+        pieces = [p for p in snapshot.partitions if p.device == device and p.share is role]
+        if not pieces:
+            raise ConfigError(
+                f"{device} has no {role.value} share",
+                cure="apply a layout with `shared: {production: 1, opportunistic: 1}` for it",
+            )
+        free = [p for p in pieces if p.tenant is None]
+        if not free:
+            held = ", ".join(sorted({str(p.tenant) for p in pieces}))
+            raise ConfigError(
+                f"{device}: every {role.value} share is held by {held}",
+                cure="end a tenant, or apply a layout with more shares",
+            )
+        return free[0]
+    from alloy_agent.planner.names import find_partition
+
+    piece = find_partition(subject, snapshot.partitions)
+    if piece.share is not role:
+        raise ConfigError(
+            f"{piece.id} is {piece.share.value}, not {role.value}", cure="name another partition"
+        )
+    return piece
+
+
+def _group(device: str, tenant: str, role: Share, access: Access) -> tuple[str, tuple[str, ...]]:
+    """Return the v2 cgroup of a tenant and the files by which it is entered; made if need be."""
+    tree = detect().unified
+    if tree is None:
+        return "", ()
+    mount = f"{tree.mount}/"
+    for path in access.cgroup_procs:
+        if path.startswith(mount) and path.endswith("/cgroup.procs"):
+            return path.removeprefix(mount).removesuffix("/cgroup.procs"), ()
+    if role is Share.PRODUCTION:
+        return "", ()
+    return own_group(device, tenant, Path(tree.folder("")))
+
+
+# --- policies ---------------------------------------------------------------------------------
+
+
+def policy_reply(node: Node, command: pb.BrainMessage) -> pb.Reply:
+    """Put on disk what a shared device goes by from now on; whoever asked tells the keepers.
+
+    Raises:
+        ConfigError: There is no such device, it has no shares, or the budget makes no sense.
+        StoreError: It cannot be kept; nothing has changed.
+    """
+    wish = command.set_rate_policy
+    if not 0.0 <= wish.loss_budget_ratio <= BUDGET_MOST:
+        raise ConfigError(
+            f"rate policy of {wish.device}: loss budget {wish.loss_budget_ratio:g}",
+            cure=f"give a ratio above 0 and at most {BUDGET_MOST}, or 0 for the node's own",
+        )
+    if wish.device != EMULATED:
+        snapshot = node.observe()
+        if all(device.id != wish.device for device in snapshot.devices):
+            raise ConfigError(f"no device {wish.device}", cure="see `alloy-agent devices`")
+        pieces = [p for p in snapshot.partitions if p.device == wish.device]
+        if all(piece.share is Share.EXCLUSIVE for piece in pieces):
+            raise ConfigError(f"{wish.device} is not shared", cure="apply a layout with shares")
+    whose = f" by {wish.session}" if wish.session else ""
+    policy = Policy(
+        budget_ratio=wish.loss_budget_ratio or None,
+        held="" if wish.enabled else f"a rate policy{whose} holds the neighbours",
+    )
+    policies = {**stated_policies(node), wish.device: policy}
+    if policy == Policy():
+        del policies[wish.device]
+    text = json.dumps(msgspec.to_builtins(policies), sort_keys=True)
+    node.store.set_meta(POLICIES, text)
+    document = PolicyDocument(
+        device=wish.device, loss_budget_ratio=policy.budget_ratio, enabled=wish.enabled
+    )
+    return _document(command.id, document.schema, document)
+
+
+def stated_policies(node: Node) -> dict[str, Policy]:
+    """Return the policies on disk; what cannot be read is no policy."""
+    with contextlib.suppress(ValueError, msgspec.MsgspecError):
+        return msgspec.convert(json.loads(node.store.meta(POLICIES) or "{}"), dict[str, Policy])
+    return {}
+
+
+def policies(stated: Mapping[str, Policy], claims: Iterable[ClaimRecord]) -> dict[str, Policy]:
+    """Return the policies with the budgets that living claims state: the smallest holds."""
+    found = dict(stated)
+    for claim in claims:
+        for piece in claim.pieces:
+            ratio = piece.loss_budget_ratio
+            if ratio is None:
+                continue
+            known = found.get(str(piece.device), Policy())
+            # a budget of nothing cannot be kept: it means that no neighbour runs
+            held = known.held or (
+                f"claim {claim.namespace}/{claim.name} allows no loss" if ratio <= 0.0 else ""
+            )
+            stated_now = [r for r in (known.budget_ratio, ratio) if r]
+            found[str(piece.device)] = Policy(budget_ratio=min(stated_now, default=None), held=held)
+    return found
+
+
+class Throttles:
+    """Which devices power, heat or clocks hold back, from their counters of throttled time."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, float]] = {}  # time and seconds of the last reading
+        self._words: dict[str, str] = {}
+
+    def look(self, signals: Iterable[Signal]) -> dict[str, str]:
+        """Return the devices that are held back now, each with how much.
+
+        A device stays as it was until its counter is read anew.
+        """
+        for signal in signals:
+            if signal.spec.name != THROTTLE or signal.quality is not Quality.VALUE:
+                continue
+            device, total_s = str(signal.spec.subject), signal.value or 0.0
+            at_s = signal.read_time_s if signal.source_time_s is None else signal.source_time_s
+            then_s, before_s = self._last.get(device, (at_s, total_s))
+            if at_s <= then_s:
+                self._last.setdefault(device, (at_s, total_s))
+                continue
+            self._last[device] = (at_s, total_s)
+            ratio = (total_s - before_s) / (at_s - then_s)
+            if ratio > THROTTLED_RATIO:
+                self._words[device] = f"throttled {100 * min(ratio, 1.0):.0f} % of the time"
+            else:
+                self._words.pop(device, None)
+        return dict(self._words)
+
+
+# --- what is shown ----------------------------------------------------------------------------
+
+
+def share_document(views: Iterable[ShareView]) -> ShareDocument:
+    """Return `share status --json`."""
+    return ShareDocument(devices=tuple(sorted(views, key=lambda view: view.device)))
+
+
+def rate_state(view: ShareView, now_s: float) -> pb.RateState:
+    """Return how a shared device stands, for the wire."""
+    message = pb.RateState(
+        device=view.device,
+        phase=view.stage,
+        age_ms=max(0, round((now_s - view.taken_at_s) * 1e3)),
+        reason=view.held or view.throttled or view.reason,
+        verdict=VERDICTS.get(view.answer, pb.VERDICT_UNKNOWN),
+        e_value=view.e_value,
+        lent_ratio=view.lent_ratio,
+        limit_ratio=view.opening,
+        tenants=len(view.tenants),
+        leased=sum(t.leased for t in view.tenants),
+        bypasses=view.bypass,
+        loss_budget_ratio=view.budget_ratio,
+    )
+    if view.loss_ratio is not None:
+        message.loss_ratio = view.loss_ratio
+    return message
+
+
+def rate_states(
+    devices: Iterable[str], views: Iterable[ShareView], now_s: float
+) -> Iterator[pb.RateState]:
+    """Yield how each of some devices stands; one that is shared no more has ended."""
+    known = {view.device: view for view in views}
+    for device in sorted(devices):
+        view = known.get(device)
+        if view is None:
+            yield pb.RateState(device=device, phase="ended", verdict=pb.VERDICT_UNKNOWN)
+        else:
+            yield rate_state(view, now_s)
+
+
+def _document(command_id: str, schema: str, document: msgspec.Struct) -> pb.Reply:
+    return pb.Reply(
+        command_id=command_id,
+        status=pb.STATUS_OK,
+        document=pb.Document(schema=schema, json=msgspec.json.encode(document)),
+    )
