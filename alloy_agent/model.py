@@ -618,13 +618,6 @@ class PartitionReport(Value, frozen=True, kw_only=True):
     residual: tuple[str, ...] = ()  # ids of ResidualClass
 
 
-class AuditResult(Value, frozen=True, kw_only=True):
-    """One complete audit. `verdict` is the worst: fail, else unknown, else pass."""
-
-    node: str
-    boot_id: str
-    sequence: int
-    taken_at_s: float
 class ShareReport(Value, frozen=True, kw_only=True):
     """How a shared device stood, with the columns of its last minutes, oldest first.
 
@@ -650,6 +643,13 @@ class ShareReport(Value, frozen=True, kw_only=True):
     lent_ratio: tuple[float, ...] = ()
 
 
+class AuditResult(Value, frozen=True, kw_only=True):
+    """One complete audit. `verdict` is the worst: fail, else unknown, else pass."""
+
+    node: str
+    boot_id: str
+    sequence: int
+    taken_at_s: float
     taken_wall_s: float
     agent_version: str
     verdict: Verdict
@@ -660,6 +660,7 @@ class ShareReport(Value, frozen=True, kw_only=True):
     evidence_sequence: int | None = None
     evidence_hash: str | None = None
     mode: Literal["events", "polling", "once"] = "once"
+    shares: tuple[ShareReport, ...] = ()
 
 
 class Finding(Value, frozen=True, kw_only=True):
@@ -667,7 +668,6 @@ class Finding(Value, frozen=True, kw_only=True):
 
     check: str
     subject: str
-    shares: tuple[ShareReport, ...] = ()
     before: Verdict | None
     after: Verdict
     tier_before: Tier | None

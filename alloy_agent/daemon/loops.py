@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from alloy_agent import __version__
-from alloy_agent.daemon import keeping, logs, memory, starts
+from alloy_agent.daemon import keeping, logs, memory
 from alloy_agent.daemon.addresses import share_root, socket_of
 from alloy_agent.daemon.api import LayoutRequest
 from alloy_agent.daemon.documents import StatusDocument
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from alloy_agent.daemon.claims import Claims
     from alloy_agent.daemon.live import TopDocument
     from alloy_agent.daemon.service import NodeService
-    from alloy_agent.daemon.telemetry import Telemetry
     from alloy_agent.daemon.shares import Shares
+    from alloy_agent.daemon.telemetry import Telemetry
     from alloy_agent.leases import View
     from alloy_agent.model import Fact
     from alloy_agent.proto import agent_pb2 as pb
@@ -192,10 +192,9 @@ class Daemon:
         self.uplink: Uplink | None = None
         self.telemetry: Telemetry | None = None
         self.claims: Claims | None = None
+        self.shares: Shares | None = None
         self._early: list[DeviceEvent] = []  # came before the telemetry was there
         self._slow_s = 0.0
-        self.shares: Shares | None = None
-        self._outlets: Outlets | None = None
         self._reread = reread
         self._inbox: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._started_s = clock.boottime_s()
@@ -227,27 +226,23 @@ class Daemon:
     def _start(self, stack: contextlib.ExitStack) -> None:
         """Build everything, in an order in which a refusal comes before any effect."""
         self._layout_text = _layout_file(self.settings)
+        self._thaw()
         self.node = Node(
             self.settings, write=True, sample=True, salvage=True, on_event=self._on_event
         )
-        self._thaw()
         self._start_claims(stack)
         self._enter_node(stack)
         self._log_settings()
         self._start_telemetry(stack)
         self._start_web(stack)
         self._start_audit(stack)
+        self._start_shares(stack)
         self._start_brain(stack, self._start_control(stack))
         self._start_loops(stack)
         if self.claims is not None:
             self.claims.attach()
-        self._start_shares(stack)
             stack.callback(self.claims.stop)  # first of all: calls in hand still need the rooms
 
-    def _start_claims(self, stack: contextlib.ExitStack) -> None:
-        """Let a kubelet find the agent before devices are opened: its calls wait meanwhile."""
-        if not self.settings.kubernetes.enabled:
-            return
     def _thaw(self) -> None:
         """Undo the freezes of an agent that died, before anything that may take its time."""
         root = share_root(self.settings)
@@ -295,6 +290,10 @@ class Daemon:
         if self.auditor is not None:
             self.auditor.reconsider(devices)
 
+    def _start_claims(self, stack: contextlib.ExitStack) -> None:
+        """Let a kubelet find the agent before devices are opened: its calls wait meanwhile."""
+        if not self.settings.kubernetes.enabled:
+            return
         from alloy_agent.daemon.claims import Claims
 
         self.claims = Claims(self)
@@ -396,6 +395,7 @@ class Daemon:
             ),
             on_result=self._on_audit,
             on_finding=self.feed.found,
+            shared=self.node.shared,
         )
         self.auditor.start()
         stack.callback(self.auditor.stop)
@@ -504,17 +504,12 @@ class Daemon:
         return msgspec.structs.replace(self.settings.brain, address=brain.address)
 
     def _handle(self, command: pb.BrainMessage) -> pb.Reply:
-        """Do what changes only this node's books: leases and drains."""
+        """Do what changes only this node's books: leases, drains, shared devices."""
         kind = command.WhichOneof("body")
         if kind in ("drain", "undrain") and self.telemetry is not None:
             from alloy_agent.daemon.draining import drain_reply
 
-            return drain_reply(
-                self.telemetry,
-                command,
-                self.observe,
-                lambda drained: reaches_beyond(self.settings, drained),
-            )
+            return drain_reply(self.telemetry, command, self.observe)
         if self.shares is not None and kind in ("join", "set_rate_policy"):
             from alloy_agent.daemon.sharing import join_reply, policy_reply
 
@@ -928,6 +923,13 @@ class Daemon:
         yield from metrics.agent_families(__version__, counts, *reasons)
 
 
+def _for_brains(command: pb.BrainMessage) -> pb.BrainMessage:
+    """Return a command of a brain; what only this host may ask becomes one that is not known."""
+    if command.WhichOneof("body") == "join":
+        command.ClearField("join")
+    return command
+
+
 @contextlib.contextmanager
 def _signals(put: Callable[[int], None]) -> Any:
     """Put the signals of a service into a queue, and give the old handlers back at the end."""
@@ -953,13 +955,6 @@ def _layout_file(settings: Settings) -> LayoutRequest | None:
 
     path = Path(settings.layout.file)
     text = read_text(path)
-def _for_brains(command: pb.BrainMessage) -> pb.BrainMessage:
-    """Return a command of a brain; what only this host may ask becomes one that is not known."""
-    if command.WhichOneof("body") == "join":
-        command.ClearField("join")
-    return command
-
-
     read_layout(text, str(path))
     return LayoutRequest(text=text, file=str(path), layout=settings.layout.name)
 
