@@ -98,8 +98,8 @@ def _bypass(piece: Partition, view: ShareView | None) -> BypassFact:
     tenants = [
         t for t in view.tenants if t.role == "opportunistic" and t.partition in ("", str(piece.id))
     ]
-    if not tenants:
-        return BypassFact(watched=False)
+    if not tenants or not all(t.watched.looked for t in tenants):
+        return BypassFact(watched=False, looking=bool(tenants))
     counts = [t.watched.witnessed for t in tenants]
     known = [count for count in counts if count is not None]
     why = next((t.watched.witness for t in tenants if t.watched.witnessed is None), "")

@@ -233,10 +233,10 @@ class Daemon:
         self._start_claims(stack)
         self._enter_node(stack)
         self._log_settings()
+        self._start_shares(stack)
         self._start_telemetry(stack)
         self._start_web(stack)
         self._start_audit(stack)
-        self._start_shares(stack)
         self._start_brain(stack, self._start_control(stack))
         self._start_loops(stack)
         if self.claims is not None:

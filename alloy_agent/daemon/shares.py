@@ -101,6 +101,7 @@ class Shares:
 
     def __init__(self, root: Path, hooks: Hooks) -> None:
         self._root, self._hooks = root, hooks
+        self.joining = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._told_s = 0.0
         self._views: dict[str, ShareView] = {}

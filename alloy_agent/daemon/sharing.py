@@ -22,7 +22,7 @@ from alloy_agent.conformance.keeper.messages import (
     ShareDocument,
     ShareView,
 )
-from alloy_agent.errors import AlloyError, ConfigError
+from alloy_agent.errors import ConfigError
 from alloy_agent.host.cgroups import detect
 from alloy_agent.model import (
     Access,
@@ -79,32 +79,26 @@ def join_reply(node: Node, shares: Shares, command: pb.BrainMessage) -> pb.Reply
 
 
 def _joined(node: Node, shares: Shares, wish: pb.Join, role: Share) -> JoinedDocument:
+    """Have the keeper take a tenant in, then bind it: it is governed before anyone judges it."""
     if wish.subject == EMULATED:
-        return _enter(shares, wish, role, EMULATED, None, "", ())
-    snapshot = node.observe()
-    piece = piece_for(wish.subject, role, snapshot)
-    document = node.access(piece.id, wish.tenant, wish.pid)
-    try:
-        return _enter(
-            shares, wish, role, piece.device, piece, document.fence, document.notes, document.access
-        )
-    except BaseException:
-        with contextlib.suppress(AlloyError):
-            node.release(piece.id, wish.tenant)
-        raise
+        return _enter(shares, wish, role, EMULATED, "", Access())
+    with shares.joining:  # two tenants must not choose one free share
+        piece = piece_for(wish.subject, role, node.observe())
+        entered = _enter(shares, wish, role, piece.device, str(piece.id), piece.access)
+        document = node.access(piece.id, wish.tenant, wish.pid)
+    return msgspec.structs.replace(
+        entered,
+        environment={**document.access.environment, **entered.environment},
+        unset=document.access.unset,
+        cgroup_procs=tuple(dict.fromkeys((*document.access.cgroup_procs, *entered.cgroup_procs))),
+        fence=document.fence,
+        notes=(*document.notes, *entered.notes),
+    )
 
 
 def _enter(  # noqa: PLR0913, PLR0917 - what a tenant and its place are
-    shares: Shares,
-    wish: pb.Join,
-    role: Share,
-    device: str,
-    piece: Partition | None,
-    fence: str,
-    notes: tuple[str, ...],
-    access: Access | None = None,
+    shares: Shares, wish: pb.Join, role: Share, device: str, partition: str, access: Access
 ) -> JoinedDocument:
-    access = access or Access()
     group, procs = _group(device, wish.tenant, role, access)
     environment = shares.join(
         device,
@@ -115,20 +109,18 @@ def _enter(  # noqa: PLR0913, PLR0917 - what a tenant and its place are
             weight=wish.weight or 1.0,
             cgroup=group,
             budget_ratio=wish.loss_budget_ratio or None,
-            partition="" if piece is None else str(piece.id),
+            partition=partition,
             nodes=access.device_nodes,
         ),
     )
-    more = () if group else ("no v2 cgroup: this tenant cannot be frozen or counted",)
+    lacks = role is Share.OPPORTUNISTIC and not group
     return JoinedDocument(
         device=device,
-        partition="" if piece is None else str(piece.id),
+        partition=partition,
         tenant=wish.tenant,
-        environment={**access.environment, **environment},
-        unset=access.unset,
-        cgroup_procs=(*access.cgroup_procs, *procs),
-        fence=fence,
-        notes=(*notes, *(more if role is Share.OPPORTUNISTIC else ())),
+        environment=environment,
+        cgroup_procs=procs,
+        notes=("no v2 cgroup: this tenant cannot be frozen or counted",) if lacks else (),
     )
 
 

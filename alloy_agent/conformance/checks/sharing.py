@@ -50,6 +50,7 @@ class BypassFact(Shape, frozen=True, kw_only=True):
     """What the host shows of one tenant, beside what its page says."""
 
     watched: bool = True
+    looking: bool = False  # not watched yet, but will be
     page_trouble: str = ""
     launched: int = 0  # by its own page, in the window of the witness
     witnessed: int | None = None  # by the kernel, in the same window
@@ -107,7 +108,8 @@ def _watched(judge: Callable[[BypassFact], Outcome]) -> Callable[[Case], Outcome
     def judged(case: Case) -> Outcome:
         fact = case.get("share.bypass", BypassFact)
         if not fact.watched:
-            return Outcome(verdict=Verdict.UNKNOWN, reason=NO_WATCH)
+            why = "it has just come and was not looked at yet" if fact.looking else NO_WATCH
+            return Outcome(verdict=Verdict.UNKNOWN, reason=why)
         return judge(fact)
 
     return judged

@@ -73,6 +73,7 @@ class Watched(Value, frozen=True, kw_only=True):
     can be watched.
     """
 
+    looked: bool = False  # at least once
     launched: int = 0
     witnessed: int | None = None
     window_s: float = 0.0

@@ -204,6 +204,7 @@ class Keeper:
         environment = self._add(request, adopt=False)
         self._members[request.name] = member
         self._keep()
+        self._tell(boottime_s())  # before the answer: whoever gets it finds the tenant shown
         return {**environment, **self._environment}
 
     def _add(self, join: Join, *, adopt: bool) -> dict[str, str]:

@@ -224,6 +224,7 @@ class Watcher:
         counted = self._count(watch, mapped)
         return msgspec.structs.replace(
             counted,
+            looked=True,
             page_trouble=self._page_trouble(watch),
             unmapped_pids=tuple(unmapped),
             foreign_pids=tuple(foreign),
