@@ -133,6 +133,7 @@ class SharedDevice:
         self._window_s, self._judged = 0.0, (0.0, 0.0, 0)
         self._lent: list[tuple[float, float]] = []
         self._window: list[tuple[Burst, float | None]] = []
+        self._clean: list[float] = []  # slowdowns of clean bursts that no window is made of yet
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
 
     def add(  # noqa: PLR0913 - what a tenant is
@@ -370,9 +371,11 @@ class SharedDevice:
             return
         judged = [(b, e) for b, e in self._window if e is not None and e > 0.0]
         self._window, self._window_s = [], sample.now_s
-        clean = [b.busy_s / e - 1.0 for b, e in judged if not b.contended]
-        if len(clean) >= 3:
-            self.audit = calibrate(self.audit, (sum(clean) / len(clean),))
+        # a hold leaves two or three clean bursts: they add up over windows
+        self._clean += [b.busy_s / e - 1.0 for b, e in judged if not b.contended]
+        if len(self._clean) >= 3:
+            self.audit = calibrate(self.audit, (sum(self._clean) / len(self._clean),))
+            self._clean = []
         slowdown = None
         if judged:
             slowdown = sum(b.busy_s for b, _ in judged) / sum(e for _, e in judged) - 1.0
