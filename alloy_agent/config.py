@@ -217,13 +217,29 @@ class TelemetrySettings(Value, frozen=True, kw_only=True):
     """How samples become gates, health and usage.
 
     `kernel_log` is read as a second witness of faults. With `shadow`, health is judged and told
-    but closes no gate. `hook` is a program that is run when something is drained or taken back.
+    but closes no gate.
     """
 
     period_s: Annotated[float, duration("100ms", "10s")] = 1.0
     kernel_log: bool = True
     shadow: bool = False
-    hook: FilePath | None = None
+
+
+class DrainSettings(Value, frozen=True, kw_only=True):
+    """Who else is told when something is drained here, beside the brain and Kubernetes.
+
+    With `slurm` this node is drained there while anything on it is, through `scontrol`, as
+    `slurm_node` (empty: the node's name up to its first dot); what others drained is left alone.
+    `hook` is a command, word by word, that is run for each drain and each end of one. A call may
+    take `deadline_s`; a hook that fails is run up to `hook_attempts` times.
+    """
+
+    slurm: bool = False
+    slurm_node: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]*$", max_length=253)] = ""
+    scontrol: FilePath = "/usr/bin/scontrol"
+    hook: tuple[Annotated[str, Meta(max_length=4096)], ...] = ()
+    deadline_s: Annotated[float, duration("1s", "10m")] = 30.0
+    hook_attempts: Annotated[int, Meta(ge=1, le=100)] = 5
 
 
 class BrainSettings(Value, frozen=True, kw_only=True):
@@ -306,6 +322,7 @@ class Settings(Value, frozen=True, kw_only=True):
     audit: AuditSettings = AuditSettings()
     metrics: MetricsSettings = MetricsSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    drain: DrainSettings = DrainSettings()
     brain: BrainSettings = BrainSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
     log: LogSettings = LogSettings()
@@ -472,6 +489,9 @@ def _check_together(settings: Settings, tree: Located) -> None:
         raise _conflict(tree, "metrics", "client_ca_file", cause, "add the certificate and its key")
     _both(tree, "brain", "certificate_file", "key_file", brain)
     _check_address(tree, "metrics", metrics.address)
+    if settings.drain.hook and not settings.drain.hook[0].startswith("/"):
+        cause = f"{settings.drain.hook[0]!r} is no absolute path"
+        raise _conflict(tree, "drain", "hook", cause, "write [/path/of/program, argument, ...]")
     if settings.layout.name is not None and settings.layout.file is None:
         raise _conflict(tree, "layout", "name", "stands without layout.file", "add layout.file")
     if brain.address is not None:

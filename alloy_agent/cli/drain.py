@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 SESSION = "operator"
+SPAN_MIN_S = 1.0
+SPAN_MAX_S = 366 * 86400.0
 
 
 def add(commands: Any) -> None:
@@ -34,6 +36,9 @@ def add(commands: Any) -> None:
         if name == "drain":
             parser.add_argument("--reason", default="drained by the operator", metavar="TEXT")
             parser.add_argument(
+                "--for", dest="span", metavar="TIME", help="it ends by itself: 90m, 2h, 3d"
+            )
+            parser.add_argument(
                 "--wait", type=float, metavar="SECONDS", help="until nobody is inside any more"
             )
 
@@ -43,7 +48,12 @@ def run(arguments: Namespace) -> int:
     from alloy_agent.proto import agent_pb2 as pb
 
     client = _daemon(arguments)
-    wish = pb.Drain(subject=arguments.subject, session=arguments.session, reason=arguments.reason)
+    wish = pb.Drain(
+        subject=arguments.subject,
+        session=arguments.session,
+        reason=arguments.reason,
+        ttl_ms=round(span_s(arguments.span) * 1000),
+    )
     document = _decoded(client.document(pb.BrainMessage(drain=wish)))
     inside = _inside(client, document)
     until_s = time.monotonic() + (arguments.wait or 0.0)
@@ -53,13 +63,46 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         output.write_json({**document, "inside": inside})
     else:
-        where = arguments.subject or "the node"
-        left = ", ".join(f"{name} ({tenant})" for name, tenant in inside.items())
-        output.write(
-            f"{where} is drained; " + (f"still inside: {left}" if left else "nobody is inside")
-        )
-        output.flush()
+        _show(document, inside)
     return 1 if inside and arguments.wait is not None else 0
+
+
+def span_s(text: str | None) -> float:
+    """Return the seconds of `--for`; 0 where none was given.
+
+    Raises:
+        ConfigError: It is no span of time, or out of range.
+    """
+    from alloy_agent.decoding.units import duration_seconds
+
+    if text is None:
+        return 0.0
+    try:
+        found = duration_seconds(text)
+    except ValueError as exc:
+        raise ConfigError(f"--for {text}: no span of time", cure="write 90m, 2h or 3d") from exc
+    if not SPAN_MIN_S <= found <= SPAN_MAX_S:
+        raise ConfigError(f"--for {text}: not between a second and a year", cure="write 90m or 2h")
+    return found
+
+
+def _show(document: dict[str, Any], inside: dict[str, str]) -> None:
+    """Tell in words what is drained, until when, what that takes, and who is still inside."""
+    drain = document["drain"] or {}
+    where = drain.get("subject") or "the node"
+    left = ", ".join(f"{name} ({tenant})" for name, tenant in inside.items())
+    ends = ""
+    if drain.get("until_wall_s"):
+        ends = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(drain["until_wall_s"]))
+    output.write(
+        f"{where} is drained{ends}; " + (f"still inside: {left}" if left else "nobody is inside")
+    )
+    if drain.get("scope") != "partition":
+        takes = drain.get("takes") or ["no partition"]
+        output.paragraph(f"scope {drain.get('scope')}, takes {', '.join(takes)}", "  ")
+    for also in document.get("also") or ():
+        output.paragraph(f"also {also}", "  ")
+    output.flush()
 
 
 def undo(arguments: Namespace) -> int:

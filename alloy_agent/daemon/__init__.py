@@ -20,6 +20,7 @@ answers others.
     tenancy.py     what the books say of the pieces in a snapshot
     needs.py       what the agent itself needs of a host
     loops.py       the daemon: observe, keep, audit, leases; signals; health
+    draining.py    drains as commands, and who else is told: slurm.py, hook.py (through calls.py)
     keeping.py     pure: what the daemon may do by itself to keep a layout
     feed.py        what happens, as wire messages, for watchers
     service.py     the node as the socket asks it

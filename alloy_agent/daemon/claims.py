@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from alloy_agent.conformance.owners import find_owners
+from alloy_agent.daemon.draining import in_words
 from alloy_agent.errors import StoreError
 from alloy_agent.host.processes import iter_processes
 from alloy_agent.kubernetes.driver import KubernetesDriver, Now
@@ -20,6 +21,7 @@ from alloy_agent.model import (
     Vendor,
     Verdict,
 )
+from alloy_agent.telemetry.drains import reached_by
 from alloy_agent.telemetry.health import Level
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class Claims:
         snapshot, audit = daemon.seen.snapshot, daemon.seen.audit
         if snapshot is None or self.driver.preparer is None:
             return
+        draining, drains = self._draining(snapshot)
         failing: frozenset[str] = frozenset()
         if audit is not None:
             failing = frozenset(
@@ -111,7 +114,9 @@ class Claims:
                 snapshot=snapshot,
                 leased=frozenset(map(str, daemon.node.tenancy.leased(snapshot.partitions))),
                 sick=self._sick(snapshot),
-                draining=self._draining(),
+                draining=draining,
+                drains=drains,
+                drained=self._drained(),
                 failing=failing,
                 static=daemon.layout_devices(),
             )
@@ -129,12 +134,27 @@ class Claims:
                 found[str(device.id)] = health.reason
         return found
 
-    def _draining(self) -> frozenset[str]:
+    def _draining(self, snapshot: Snapshot) -> tuple[frozenset[str], dict[str, str]]:
+        """Return what takes nothing new by somebody's word, and why: devices, pieces, the node."""
         telemetry = self._daemon.telemetry
-        if telemetry is None:
-            return frozenset()
-        whole = {""} if any(one.scope is Scope.NODE for one in telemetry.drains) else set()
-        return telemetry.draining() | whole
+        if telemetry is None or not telemetry.drains:
+            return frozenset(), {}
+        held = telemetry.drains
+        subjects = telemetry.draining()
+        reasons = {}
+        for drain in held:
+            reached = set(reached_by(drain, snapshot)) & subjects
+            if drain.scope is Scope.NODE:
+                reached.add("")
+            reasons.update(dict.fromkeys(reached, drain.reason))
+        whole = {""} if any(one.scope is Scope.NODE for one in held) else set()
+        return subjects | whole, reasons
+
+    def _drained(self) -> dict[str, str]:
+        """Return every drain in words, for the node's condition."""
+        telemetry = self._daemon.telemetry
+        held = () if telemetry is None else telemetry.drains
+        return {f"{d.scope} {d.subject}".strip(): in_words(d) for d in held}
 
     @staticmethod
     def _owned() -> frozenset[Vendor]:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from alloy_agent.conformance.auditor import Auditor
     from alloy_agent.conformance.checks import Intent
     from alloy_agent.daemon.claims import Claims
+    from alloy_agent.daemon.draining import Outlets
     from alloy_agent.daemon.live import TopDocument
     from alloy_agent.daemon.service import NodeService
     from alloy_agent.daemon.shares import Shares
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from alloy_agent.leases import View
     from alloy_agent.model import Fact
     from alloy_agent.proto import agent_pb2 as pb
+    from alloy_agent.store import Store
     from alloy_agent.telemetry.drains import Drained
     from alloy_agent.telemetry.metrics import MetricsPage
     from alloy_agent.uplink.client import Uplink
@@ -193,6 +195,7 @@ class Daemon:
         self.telemetry: Telemetry | None = None
         self.claims: Claims | None = None
         self.shares: Shares | None = None
+        self._outlets: Outlets | None = None
         self._early: list[DeviceEvent] = []  # came before the telemetry was there
         self._slow_s = 0.0
         self._reread = reread
@@ -333,10 +336,11 @@ class Daemon:
             usage=self.feed.used,
             drains=self._on_drain,
         )
+        store = self.node.store if kept else None
         telemetry = Telemetry(
             self.node.workers,
             hooks,
-            store=self.node.store if kept else None,
+            store=store,
             state_dir=Path(self.settings.state_dir) if kept else None,
             shadow=settings.shadow,
             kernel_log=KernelLog if settings.kernel_log else None,
@@ -347,13 +351,22 @@ class Daemon:
         early, self._early = self._early, []
         for event in early:
             telemetry.event(event)
+        self._start_outlets(stack, telemetry, store)
 
-    def _on_drain(self, drained: Drained, begins: bool) -> None:
+    def _start_outlets(
+        self, stack: contextlib.ExitStack, telemetry: Telemetry, store: Store | None
+    ) -> None:
+        """Bring Slurm and the hook to what is drained already, and from now on."""
+        from alloy_agent.daemon.draining import Outlets, outlets_of
+
+        self._outlets = Outlets(outlets_of(self.settings, store), lambda: telemetry.drains)
+        stack.callback(self._outlets.stop)
+        self._outlets.start()
+
+    def _on_drain(self, _drained: Drained, _begins: bool) -> None:
         self.feed.drains_changed()
-        if self.settings.telemetry.hook is not None:
-            from alloy_agent.daemon.hook import call_hook
-
-            call_hook(self.settings.telemetry.hook, drained, begins=begins)
+        if self._outlets is not None:
+            self._outlets.changed()
 
     def _start_web(self, stack: contextlib.ExitStack) -> None:
         from alloy_agent.daemon.web import Pages, WebServer
@@ -507,9 +520,14 @@ class Daemon:
         """Do what changes only this node's books: leases, drains, shared devices."""
         kind = command.WhichOneof("body")
         if kind in ("drain", "undrain") and self.telemetry is not None:
-            from alloy_agent.daemon.draining import drain_reply
+            from alloy_agent.daemon.draining import drain_reply, reaches_beyond
 
-            return drain_reply(self.telemetry, command, self.observe)
+            return drain_reply(
+                self.telemetry,
+                command,
+                self.observe,
+                lambda drained: reaches_beyond(self.settings, drained),
+            )
         if self.shares is not None and kind in ("join", "set_rate_policy"):
             from alloy_agent.daemon.sharing import join_reply, policy_reply
 

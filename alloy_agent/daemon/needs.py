@@ -11,15 +11,20 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from alloy_agent.errors import AlloyError
 from alloy_agent.model import Diagnosis, Value
+
+if TYPE_CHECKING:
+    from alloy_agent.config import DrainSettings
 
 PYTHON_MIN = (3, 11)
 KERNEL_MIN = (
     5,
     10,
 )  # oldest long-term kernel with cgroup.kill-less v2 and pidfds that is still shipped
+SLURM_S = 10.0
 LIBRARIES = ("grpcio", "cryptography", "msgspec", "psutil", "pyroute2", "prometheus-client")
 
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_NET_ADMIN": 12, "CAP_SYS_NICE": 23}  # linux/capability.h
@@ -225,6 +230,54 @@ def libraries(place: Place) -> Diagnosis:
     )
 
 
+def outlets(drain: DrainSettings, slurm_node: str) -> tuple[Diagnosis, ...]:
+    """Return whether those who are to be told of drains can be told. Never raises."""
+    found = []
+    if drain.slurm:
+        found.append(_slurm(drain, slurm_node))
+    if drain.hook:
+        ok = os.access(drain.hook[0], os.X_OK) and Path(drain.hook[0]).is_file()
+        found.append(
+            Diagnosis(
+                subject="drain hook",
+                ok=ok,
+                found=drain.hook[0] + ("" if ok else ": no program that can be run"),
+                cure="install it and make it executable, or change drain.hook",
+                required=True,
+            )
+        )
+    return tuple(found)
+
+
+def _slurm(drain: DrainSettings, node: str) -> Diagnosis:
+    """Whether `scontrol` is there, and knows this node."""
+    from alloy_agent.daemon.slurm import Slurm
+
+    cure = "install the Slurm client (slurm-client), or set drain.scontrol"
+    ok, found = False, f"{drain.scontrol}: not there"
+    if os.access(drain.scontrol, os.X_OK):
+        cure = "set drain.slurm_node to this node's NodeName, and let scontrol reach slurmctld"
+        try:
+            shown = Slurm(drain.scontrol, node, min(drain.deadline_s, SLURM_S)).look()
+            ok, found = True, f"node {node} is {'+'.join(sorted(shown.state)).lower()}"
+        except AlloyError as exc:
+            found = str(exc)
+    return Diagnosis(subject="slurm", ok=ok, found=found, cure=cure, required=True)
+
+
+def restarts(place: Place) -> Diagnosis:
+    """Whether the daemon has kept running since the machine's start, and why not."""
+    from alloy_agent.daemon import starts
+
+    told = starts.summary(starts.read(Path(place.state_dir)))
+    return Diagnosis(
+        subject="restarts",
+        ok=not told,
+        found=told or "none that nobody asked for",
+        cure="journalctl -u alloy-agent -b; a report to the maintainers if it is a defect",
+    )
+
+
 LOOKS: tuple[Callable[[Place], Diagnosis], ...] = (
     python,
     libraries,
@@ -237,4 +290,5 @@ LOOKS: tuple[Callable[[Place], Diagnosis], ...] = (
     control_groups,
     process_events,
     pressure,
+    restarts,
 )

@@ -508,9 +508,11 @@ class Node:
         """Return what this host lacks for the agent and for each backend."""
         from alloy_agent.daemon import documents, needs
         from alloy_agent.daemon.addresses import socket_of
+        from alloy_agent.daemon.draining import slurm_name
 
         place = needs.this_place(self.settings.state_dir, str(socket_of(self.settings)))
         found: list[Diagnosis] = list(needs.diagnose(place))
+        found += needs.outlets(self.settings.drain, slurm_name(self.settings))
         for worker in self.workers:
             try:
                 found.extend(worker.diagnose())

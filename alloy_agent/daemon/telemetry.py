@@ -211,9 +211,12 @@ class Telemetry:
             LOG.error("health_not_restored", extra={"reason": str(exc)})  # noqa: TRY400 - data, not ours
             return None
         now = self._now()
-        self.drains = kept.drains
+        same_boot = kept.health.saved.boot_id == now.boot_id
+        self.drains = (
+            kept.drains if same_boot else drains.over_boot(kept.drains, now.now_s, now.wall_s)
+        )
         self.health = {str(h.device): h for h in health.restored(kept.health, now)}
-        return kept.kernel_sequence if kept.health.saved.boot_id == now.boot_id else None
+        return kept.kernel_sequence if same_boot else None
 
     def _save(self) -> None:
         if self._store is None:
@@ -342,6 +345,7 @@ class Telemetry:
             StoreError: Usage could not be kept; it is tried again at the next tick.
         """
         now = self._now()
+        self._end_drains(now.now_s)
         with self._lock:
             self._snapshot, self._leases = snapshot, leases
             self._forget(snapshot)
@@ -781,8 +785,21 @@ class Telemetry:
             subjects += [str(p.id) for p in snapshot.partitions]
             return frozenset(s for s in subjects if drains.why(self.drains, s, snapshot))
 
-    def drain(self, subject: str, session: str, reason: str, snapshot: Snapshot) -> drains.Drained:
-        """Take nothing new on a subject; returns what that reaches.
+    def _end_drains(self, now_s: float) -> None:
+        """Take back what was drained for a time that is over; the gates follow in this tick."""
+        with self._lock:
+            self.drains, ended = drains.lapsed(self.drains, now_s)
+            if ended:
+                self._save()
+        for drain in ended:
+            fields = {"subject": drain.subject or "node", "session": drain.session}
+            LOG.warning("drain_ended", extra=fields)
+            self._hooks.drains(drain, False)
+
+    def drain(
+        self, subject: str, session: str, reason: str, snapshot: Snapshot, ttl_s: float = 0.0
+    ) -> drains.Drained:
+        """Take nothing new on a subject, for a time or until told; returns what that reaches.
 
         Raises:
             ConfigError: There is nothing of that name.
@@ -792,7 +809,7 @@ class Telemetry:
             self._snapshot = snapshot
             before = self.drains
             self.drains, drained = drains.drained(
-                before, subject, session, reason, snapshot, clock.boottime_s()
+                before, subject, session, reason, snapshot, clock.boottime_s(), ttl_s
             )
             self._save()
             self._judge_all(clock.boottime_s())
@@ -805,6 +822,7 @@ class Telemetry:
                     "session": drained.session,
                     "reason": drained.reason,
                     "takes": drained.takes,
+                    "ttl_s": ttl_s,
                 },
             )
             self._hooks.drains(drained, True)

@@ -64,6 +64,8 @@ class Now(Value, frozen=True, kw_only=True):
     leased: frozenset[str] = frozenset()
     sick: dict[str, str] = msgspec.field(default_factory=dict)  # by device, the reason
     draining: frozenset[str] = frozenset()
+    drains: dict[str, str] = msgspec.field(default_factory=dict)  # why, of what is drained
+    drained: dict[str, str] = msgspec.field(default_factory=dict)  # by drain: whose, till when, why
     failing: frozenset[str] = frozenset()  # partitions whose audit fails
     static: frozenset[DeviceId] = frozenset()  # cut by the operator's layout
 
@@ -107,7 +109,9 @@ class KubernetesDriver:
         self._published: object = None
         self._draining: frozenset[str] = frozenset()
         self._sick: dict[str, str] | None = None  # None: the node was not seen yet
+        self._drains: dict[str, str] = {}  # whose, till when, why
         self._told: conditions.Told | None = None
+        self._told_drained: conditions.Told | None = None
         self._stop = threading.Event()
 
     # --- life ---
@@ -198,7 +202,7 @@ class KubernetesDriver:
 
     def tick(self, now: Now) -> None:
         """Publish what there is, tell the kubelet of health; the API server is not waited for."""
-        self._draining = now.draining
+        self._draining, self._drains = now.draining, now.drained
         moment_s = time.monotonic()
         if moment_s - self._owners_s >= OWNERS_PERIOD_S:
             self._owners_s = moment_s
@@ -235,7 +239,7 @@ class KubernetesDriver:
                 LOG.exception("house_defect")
 
     def tell_condition(self) -> None:
-        """Write the node's condition where it is due.
+        """Write the node's conditions where they are due.
 
         Raises:
             AlloyError: The API server refused; it is tried again.
@@ -247,6 +251,12 @@ class KubernetesDriver:
         if due is not None:
             self.api.node_condition(self.node, due[0])
             self._told = due[1]
+        due = conditions.condition_of(
+            self._drains, self._told_drained, time.monotonic(), now, conditions.DRAINED
+        )
+        if due is not None:
+            self.api.node_condition(self.node, due[0])
+            self._told_drained = due[1]
 
     def _look_for_owners(self) -> None:
         owned = self._find_owners()
@@ -312,9 +322,15 @@ class KubernetesDriver:
             fatal = device.condition is Condition.LOST and self.settings.evict_on_loss
             effect = "NoExecute" if fatal else "NoSchedule"
             found.append(Taint(key=f"{driver}/unhealthy", value=sick, effect=effect))
-        if now.draining & {"", str(device.id), str(device.hive or device.id)}:
-            found.append(Taint(key=f"{driver}/draining", value="drained"))
+        here = now.draining & {"", str(device.id), str(device.hive or device.id)}
+        if here:
+            found.append(self._draining_taint(now, here))
         return found
+
+    def _draining_taint(self, now: Now, subjects: Iterable[str]) -> Taint:
+        """Return the taint of what is drained, with why where that is known."""
+        why = next((now.drains[s] for s in sorted(subjects) if now.drains.get(s)), "drained")
+        return Taint(key=f"{self.settings.driver}/draining", value=why)
 
     def _own(self, pool: Pool, here: Iterable[Partition], now: Now) -> dict[str, list[Taint]]:
         """Return the taints of single offers: held by others, drained, failing their audit."""
@@ -331,7 +347,7 @@ class KubernetesDriver:
                 if held or str(piece.id) in now.leased:
                     taints.append(Taint(key=f"{driver}/held", value=tenant or "leased"))
                 if str(piece.id) in now.draining:
-                    taints.append(Taint(key=f"{driver}/draining", value="drained"))
+                    taints.append(self._draining_taint(now, (str(piece.id),)))
                 same = (piece.profile, piece.placement) == (offer.profile, offer.placement)
                 if same and str(piece.id) in now.failing:
                     taints.append(Taint(key=f"{driver}/audit", value="fail", effect="None"))

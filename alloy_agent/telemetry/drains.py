@@ -2,17 +2,23 @@
 
 A drain stops new placements and leaves running work alone. Its subject is a partition, a device, a
 hive or the node (empty), and it always says what else it takes down. Who takes it back must name
-the session that holds; a stale one changes nothing.
+the session that holds; a stale one changes nothing. A drain may end by itself: that time runs on
+the boot clock, and over a boot on the wall clock, which is all there is then.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from alloy_agent.errors import ConfigError, StaleTokenError
 from alloy_agent.model import Scope, Snapshot, Value
 
 
 class Drained(Value, frozen=True, kw_only=True):
-    """One drain. `takes` are the partitions it reaches, each with its tenant where it has one."""
+    """One drain. `takes` are the partitions it reaches, each with its tenant where it has one.
+
+    `until_s` is when it ends by itself; 0: when it is taken back.
+    """
 
     subject: str
     scope: Scope
@@ -21,6 +27,13 @@ class Drained(Value, frozen=True, kw_only=True):
     since_s: float
     since_wall_s: float
     takes: tuple[str, ...] = ()
+    until_s: float = 0.0
+    until_wall_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        """What tells this drain from an earlier one of the same subject and session."""
+        return self.subject, self.session, self.since_wall_s
 
 
 Drains = tuple[Drained, ...]
@@ -63,9 +76,24 @@ def reached(subject: str, scope: Scope, snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def drained(  # noqa: PLR0913, PLR0917 - the fields of a drain
-    drains: Drains, subject: str, session: str, reason: str, snapshot: Snapshot, now_s: float
+    drains: Drains,
+    subject: str,
+    session: str,
+    reason: str,
+    snapshot: Snapshot,
+    now_s: float,
+    ttl_s: float = 0.0,
 ) -> tuple[Drains, Drained]:
-    """Return the drains with one more, and that one; the same again changes nothing.
+    """Return the drains with one more, and that one; the same again moves its end alone.
+
+    Args:
+        drains: What holds already.
+        subject: A partition, a device, a hive, or empty for the node.
+        session: Whose drain it is; empty: a new one is made up.
+        reason: For people.
+        snapshot: Where the subject is looked for.
+        now_s: The boot clock.
+        ttl_s: How long it holds; 0: until it is taken back.
 
     Raises:
         ConfigError: There is nothing of that name.
@@ -78,7 +106,11 @@ def drained(  # noqa: PLR0913, PLR0917 - the fields of a drain
                 f"drain {subject or 'node'}: session {held.session} has drained it, not {session}",
                 cure="undrain that session first",
             )
-        return drains, held
+        ends = _ends(snapshot, now_s, ttl_s)
+        if not ttl_s and not held.until_s:
+            return drains, held
+        moved = msgspec.structs.replace(held, until_s=ends[0], until_wall_s=ends[1])
+        return tuple(moved if d is held else d for d in drains), moved
     scope = scope_of(subject, snapshot)
     tenants = {str(p.id): p.tenant for p in snapshot.partitions}
     takes = tuple(
@@ -91,10 +123,37 @@ def drained(  # noqa: PLR0913, PLR0917 - the fields of a drain
         session=session or f"{snapshot.boot_id[:8]}-{int(now_s * 1e3):x}",
         reason=reason or "drained",
         since_s=now_s,
-        since_wall_s=snapshot.taken_wall_s + (now_s - snapshot.taken_at_s),
+        since_wall_s=_wall(snapshot, now_s),
         takes=takes,
     )
+    until_s, until_wall_s = _ends(snapshot, now_s, ttl_s)
+    new = msgspec.structs.replace(new, until_s=until_s, until_wall_s=until_wall_s)
     return (*drains, new), new
+
+
+def _wall(snapshot: Snapshot, now_s: float) -> float:
+    return snapshot.taken_wall_s + (now_s - snapshot.taken_at_s)
+
+
+def _ends(snapshot: Snapshot, now_s: float, ttl_s: float) -> tuple[float, float]:
+    """Return when a drain that holds for so long ends, on both clocks."""
+    return (now_s + ttl_s, _wall(snapshot, now_s) + ttl_s) if ttl_s > 0 else (0.0, 0.0)
+
+
+def lapsed(drains: Drains, now_s: float) -> tuple[Drains, Drains]:
+    """Return the drains that hold still, and those that have ended by themselves."""
+    ended = tuple(d for d in drains if 0 < d.until_s <= now_s)
+    return (tuple(d for d in drains if d not in ended), ended) if ended else (drains, ())
+
+
+def over_boot(drains: Drains, now_s: float, wall_s: float) -> Drains:
+    """Return drains kept by an earlier boot, with their ends on the clock of this one."""
+    return tuple(
+        msgspec.structs.replace(d, until_s=now_s + max(0.0, d.until_wall_s - wall_s))
+        if d.until_s
+        else d
+        for d in drains
+    )
 
 
 def undrained(drains: Drains, subject: str, session: str) -> tuple[Drains, Drained | None]:
@@ -125,3 +184,15 @@ def why(drains: Drains, subject: str, snapshot: Snapshot) -> str:
         ):
             return f"drained with its {drain.scope} ({drain.session}): {drain.reason}"
     return ""
+
+
+def reached_by(drain: Drained, snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the devices and partitions of now that a drain reaches."""
+    if drain.scope is Scope.PARTITION:
+        return (drain.subject,)
+    devices = tuple(
+        str(d.id)
+        for d in snapshot.devices
+        if drain.scope is Scope.NODE or drain.subject in (d.id, d.hive)
+    )
+    return (*devices, *reached(drain.subject, drain.scope, snapshot))

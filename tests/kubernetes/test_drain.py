@@ -76,3 +76,46 @@ def test_without_a_daemon_there_is_nothing_to_drain(root: Path) -> None:
     assert done.returncode == 2
     assert "start `alloy-agent run`" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_drain_says_why_and_till_when_in_taints_and_in_the_nodes_condition(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device: its pool alone has the reason as taint, the node says whose and until when."""
+    monkeypatch.setenv("ALLOY_KUBERNETES_NODE_CONDITION", "true")
+    with FakeApiServer() as server, FakeKubelet(root) as kubelet:
+        server.put("/api/v1/nodes/node-a", {"metadata": {"name": "node-a", "uid": "u"}})
+
+        def condition() -> dict[str, Any]:
+            node = server.objects["/api/v1/nodes/node-a"]
+            found = node.get("status", {}).get("conditions", ())
+            return next((c for c in found if c["type"] == "AlloyAcceleratorDrained"), {})
+
+        def reasons() -> dict[str, str]:
+            return {
+                pool: taint["value"]
+                for pool, parts in (whole(server) or {}).items()
+                for part in parts
+                for device in part["spec"].get("devices", ())
+                for taint in device.get("taints", ())
+                if taint["key"] == "gpu.alloy.dev/draining"
+            }
+
+        with agent_of(root, server):
+            kubelet.wait(timeout_s=40)
+            until(lambda: whole(server))
+            until(lambda: condition().get("status") == "False")
+            listed = json.loads(command(root, "devices", "--json").stdout)["devices"]
+            gpu = listed[0]["id"]
+            done = command(root, "drain", gpu, "--reason", "fan 2: replace!", "--for", "3h")
+            assert done.returncode == 0, done.stderr
+            found = until(reasons)
+            assert set(found.values()) == {"fan-2-replace"}
+            assert all(gpu.lower() in pool for pool in found)
+            until(lambda: condition().get("status") == "True")
+            assert condition()["reason"] == "Drained"
+            assert f"device {gpu}: session operator, until 20" in condition()["message"]
+            assert condition()["message"].endswith(": fan 2: replace!")
+            assert command(root, "undrain", gpu).returncode == 0
+            until(lambda: not reasons())
+            until(lambda: condition().get("status") == "False")

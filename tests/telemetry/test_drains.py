@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
-from alloy_agent.daemon.hook import call_hook
 from alloy_agent.errors import ConfigError, StaleTokenError
 from alloy_agent.model import Scope
 from alloy_agent.telemetry import drains
@@ -70,12 +66,37 @@ def test_what_is_not_there_cannot_be_drained() -> None:
         drains.drained((), "GPU-9", "", "", NODE, 5.0)
 
 
-def test_the_hook_is_told_without_a_shell(tmp_path: Path) -> None:
-    """The operator's program gets verb, scope, subject, session and reason as they are."""
-    out, program = tmp_path / "out", tmp_path / "hook"
-    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {out}\n')
-    program.chmod(0o700)
-    _, made = drains.drained((), "GPU-0", "s1", "a; rm -rf $HOME", NODE, 5.0)
-    call_hook(str(program), made, begins=True).join(30)
-    assert out.read_text().splitlines() == ["drain", "device", "GPU-0", "s1", "a; rm -rf $HOME"]
-    call_hook(os.devnull, made, begins=False).join(30)  # cannot be run: logged, nothing more
+def test_a_drain_ends_when_its_time_is_over() -> None:
+    """For ten seconds: held before, gone after; said again without a time it holds for good."""
+    held, made = drains.drained((), "GPU-0", "s1", "work", NODE, 5.0, 10.0)
+    assert made.until_s == 15.0
+    assert drains.lapsed(held, 14.9) == (held, ())
+    assert drains.lapsed(held, 15.0) == ((), (made,))
+    held, longer = drains.drained(held, "GPU-0", "s1", "work", NODE, 9.0, 10.0)
+    assert (longer.until_s, longer.key) == (19.0, made.key)
+    held, lasting = drains.drained(held, "GPU-0", "s1", "work", NODE, 10.0)
+    assert lasting.until_s == 0.0
+    assert drains.lapsed(held, 1e9) == (held, ())
+
+
+@pytest.mark.parametrize(("asleep_s", "left_s"), [(60.0, 540.0), (3600.0, 0.0), (-50.0, 650.0)])
+def test_over_a_boot_a_drain_ends_by_the_wall_clock(asleep_s: float, left_s: float) -> None:
+    """The boot clock begins anew; what is left is what the wall clock says, never less than 0."""
+    held, made = drains.drained((), "GPU-0", "s1", "work", NODE, 5.0, 600.0)
+    lasting, _ = drains.drained((), "", "s2", "work", NODE, 5.0)
+    wall_s = made.until_wall_s - 600.0 + asleep_s
+    moved, untouched = drains.over_boot((*held, *lasting), 2.0, wall_s)
+    assert moved.until_s == pytest.approx(2.0 + left_s)
+    assert untouched == lasting[0]
+
+
+def test_what_a_drain_reaches_now() -> None:
+    """Devices and partitions of now, for those who are told by subject."""
+    for subject, reached in (
+        ("GPU-0", {"GPU-0", "GPU-0/1g@0", "GPU-0/1g@1"}),
+        ("GPU-1/1g@0", {"GPU-1/1g@0"}),
+        ("h", {"GPU-0", "GPU-1", "GPU-0/1g@0", "GPU-0/1g@1", "GPU-1/1g@0"}),
+        ("", {"GPU-0", "GPU-1", "GPU-2", "GPU-0/1g@0", "GPU-0/1g@1", "GPU-1/1g@0"}),
+    ):
+        (made,), _ = drains.drained((), subject, "s1", "work", NODE, 5.0)
+        assert set(drains.reached_by(made, NODE)) == reached
