@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from alloy_agent.daemon.shareviews import TopShare, top_shares
 from alloy_agent.host import clock
 from alloy_agent.model import AuditResult, Quality, Signal, Snapshot, Value, Verdict
 from alloy_agent.telemetry import signals as readings
 
 if TYPE_CHECKING:
+    from alloy_agent.conformance.keeper.messages import ShareView
     from alloy_agent.daemon.telemetry import Telemetry
     from alloy_agent.telemetry.gates import Gate
 
@@ -72,22 +74,26 @@ class TopDocument(Value, frozen=True, kw_only=True):
     findings: tuple[str, ...] = ()
     drains: tuple[str, ...] = ()
     samplers: dict[str, str] = msgspec.field(default_factory=dict)
+    shares: tuple[TopShare, ...] = ()
 
 
 Latest = Mapping[tuple[str, str], Signal]
 
 
-def top_document(
+def top_document(  # noqa: PLR0913, PLR0917 - one for each part of what is shown
     node: str,
     snapshot: Snapshot | None,
     audit: AuditResult | None,
     telemetry: Telemetry | None,
     measured: Sequence[Signal],
+    shares: Sequence[ShareView] = (),
 ) -> TopDocument:
     """Return the document of now."""
     now_s = clock.boottime_s()
     if snapshot is None:
-        return TopDocument(node=node, taken_at_s=now_s, snapshot_age_s=None)
+        return TopDocument(
+            node=node, taken_at_s=now_s, snapshot_age_s=None, shares=top_shares(shares)
+        )
     latest = {(signal.spec.subject, signal.spec.name): signal for signal in measured}
     gates = {} if telemetry is None else telemetry.deciding()
     return TopDocument(
@@ -102,6 +108,7 @@ def top_document(
         if telemetry is None
         else tuple(f"{d.subject or 'node'}: {d.reason}" for d in telemetry.drains),
         samplers={} if telemetry is None else telemetry.sampler_words(),
+        shares=top_shares(shares),
     )
 
 

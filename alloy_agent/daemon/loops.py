@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from alloy_agent.config import BrainSettings, Settings
     from alloy_agent.conformance.auditor import Auditor
     from alloy_agent.conformance.checks import Intent
+    from alloy_agent.conformance.keeper.messages import ShareView
     from alloy_agent.daemon.claims import Claims
     from alloy_agent.daemon.draining import Outlets
     from alloy_agent.daemon.live import TopDocument
@@ -259,7 +260,8 @@ class Daemon:
         if self.node.degraded:
             return
         from alloy_agent.daemon.shares import Hooks, Shares
-        from alloy_agent.daemon.sharing import Throttles, policies, rate_states, stated_policies
+        from alloy_agent.daemon.shareviews import rate_states
+        from alloy_agent.daemon.sharing import Throttles, policies, stated_policies
 
         throttles, node = Throttles(), self.node
 
@@ -892,8 +894,24 @@ class Daemon:
         from alloy_agent.daemon.live import top_document
 
         return top_document(
-            self.node.name, self.seen.snapshot, self.seen.audit, self.telemetry, self.measured()
+            self.node.name,
+            self.seen.snapshot,
+            self.seen.audit,
+            self.telemetry,
+            self.measured(),
+            self._share_views(),
         )
+
+    def _share_views(self) -> tuple[ShareView, ...]:
+        return () if self.shares is None else self.shares.views()
+
+    def _share_families(self) -> Iterable[Any]:
+        views = self._share_views()
+        if not views:
+            return ()
+        from alloy_agent.daemon.shareviews import share_families
+
+        return share_families(views)
 
     def _metrics_page(self) -> MetricsPage:
         from alloy_agent.telemetry import metrics
@@ -904,6 +922,7 @@ class Daemon:
         page.add("node", lambda: metrics.snapshot_families(self.seen.snapshot, now()))
         page.add("audit", lambda: metrics.audit_families(self.seen.audit, now()))
         page.add("signals", self._signal_families)
+        page.add("shares", self._share_families)
         if self.telemetry is not None:
             for name, collect in self.telemetry.collectors():
                 page.add(name, collect)

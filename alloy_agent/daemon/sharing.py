@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -46,7 +46,6 @@ BUDGET_MOST: Final = 0.5
 ROLES: Final = {pb.SHARE_PRODUCTION: Share.PRODUCTION, pb.SHARE_OPPORTUNISTIC: Share.OPPORTUNISTIC}
 THROTTLE: Final = "alloy_device_throttle_seconds_total"
 THROTTLED_RATIO: Final = 0.01  # of the time; less moves no window by what a budget is about
-VERDICTS: Final = {"conform": pb.VERDICT_PASS, "violated": pb.VERDICT_FAIL}
 
 
 class PolicyDocument(Value, frozen=True, kw_only=True):
@@ -272,40 +271,6 @@ class Throttles:
 def share_document(views: Iterable[ShareView]) -> ShareDocument:
     """Return `share status --json`."""
     return ShareDocument(devices=tuple(sorted(views, key=lambda view: view.device)))
-
-
-def rate_state(view: ShareView, now_s: float) -> pb.RateState:
-    """Return how a shared device stands, for the wire."""
-    message = pb.RateState(
-        device=view.device,
-        phase=view.stage,
-        age_ms=max(0, round((now_s - view.taken_at_s) * 1e3)),
-        reason=view.held or view.throttled or view.reason,
-        verdict=VERDICTS.get(view.answer, pb.VERDICT_UNKNOWN),
-        e_value=view.e_value,
-        lent_ratio=view.lent_ratio,
-        limit_ratio=view.opening,
-        tenants=len(view.tenants),
-        leased=sum(t.leased for t in view.tenants),
-        bypasses=view.bypass,
-        loss_budget_ratio=view.budget_ratio,
-    )
-    if view.loss_ratio is not None:
-        message.loss_ratio = view.loss_ratio
-    return message
-
-
-def rate_states(
-    devices: Iterable[str], views: Iterable[ShareView], now_s: float
-) -> Iterator[pb.RateState]:
-    """Yield how each of some devices stands; one that is shared no more has ended."""
-    known = {view.device: view for view in views}
-    for device in sorted(devices):
-        view = known.get(device)
-        if view is None:
-            yield pb.RateState(device=device, phase="ended", verdict=pb.VERDICT_UNKNOWN)
-        else:
-            yield rate_state(view, now_s)
 
 
 def _document(command_id: str, schema: str, document: msgspec.Struct) -> pb.Reply:
