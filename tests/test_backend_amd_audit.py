@@ -11,8 +11,12 @@ from alloy_agent.backends.amd import AmdBackend
 from alloy_agent.backends.amd.mqd import MQD_BYTES, WORDS_AT
 from alloy_agent.conformance.auditor import pids_of
 from alloy_agent.conformance.checks import Grant, Intent, judge
+from alloy_agent.errors import BackendError, DeviceBusyError, UnsupportedError
 from alloy_agent.model import (
+    Configure,
     Create,
+    Destroy,
+    DeviceId,
     DeviceLayout,
     Fact,
     Judgement,
@@ -30,6 +34,8 @@ from alloy_agent.model import (
 )
 from alloy_agent.silicon.state import Client
 from tests.fakes.amd_tree import Tree, tree_of
+from tests.fakes.dmem import DmemTree
+from tests.fakes.shared import host_facts
 
 ONES = 0xFFFFFFFF
 
@@ -48,7 +54,8 @@ def audited(backend: AmdBackend, intent: Intent | None = None) -> tuple[Partitio
     )
     alone = Fact(subject="node", name="host.owners", value=[], method="this test")
     facts = backend.facts(device)
-    return judge(snapshot, (*pids_of(facts), *facts, alone), intent)[0]
+    told = tuple(fact for piece in seen.partitions for fact in host_facts(piece))
+    return judge(snapshot, (*pids_of(facts), *facts, alone, *told), intent)[0]
 
 
 def judgements(report: PartitionReport) -> dict[str, Judgement]:
@@ -290,28 +297,116 @@ def test_an_unreadable_environment_is_unknown(tmp_path: Path) -> None:
 
 # --- memory caps of cgroups ---
 
+REGION = "drm/0000:05:00.0/vram0"
+GIB = 1 << 30
 
-@pytest.mark.parametrize(
-    ("cap", "verdict"),
-    [("1073741824", Verdict.PASS), ("max", Verdict.FAIL), (None, Verdict.UNKNOWN)],
-)
-def test_a_cap_on_a_share_is_proved_by_dmem(
-    cap: str | None, verdict: Verdict, tmp_path: Path
-) -> None:
-    """The cap must be in every tenant's cgroup; without the controller it is unknown."""
-    tree, backend, mask = masked(tmp_path)
+
+def spec_of(device: DeviceId, share: Share, memory_bytes: int | None) -> PartitionSpec:
+    """Return the first share of a sort, with a cap."""
+    return PartitionSpec(
+        device=device,
+        profile=f"{share}-0",
+        size=8,
+        placement=Placement(start=0, size=8),
+        memory_bytes=memory_bytes,
+        share=share,
+    )
+
+
+def capped(tmp_path: Path) -> tuple[Tree, AmdBackend, DmemTree]:
+    """Return a node whose kernel charges device memory, with two capped shares."""
+    tree = tree_of("1xMI300X", tmp_path)
+    kernel = DmemTree(tmp_path / "cg2", {REGION: 192 * GIB})
+    backend = tree.backend(cgroups=kernel)
     device = backend.discover()[0]
-    piece = backend.observe(device).partitions[0]
-    from alloy_agent.model import Configure
+    for share, cap in ((Share.PRODUCTION, 96), (Share.OPPORTUNISTIC, 24)):
+        backend.apply(Create(device=device, spec=spec_of(device, share, cap * GIB)))
+    return tree, backend, kernel
 
-    backend.apply(Configure(device=device, partition=piece, memory_bytes=1 << 30))
-    tree.environs[50] = {"HSA_CU_MASK": mask}
-    tenant(tree, 50)
-    if cap is not None:
-        tree.refresh()
-        group = tmp_path / "cg2/tenant-50"
-        group.mkdir(parents=True)
-        (tmp_path / "cg2/dmem.capacity").write_text("drm/0000:05:00.0/vram0 206000000000\n")
-        (group / "dmem.max").write_text(f"drm/0000:05:00.0/vram0 {cap}\n")
-        (group / "dmem.current").write_text("drm/0000:05:00.0/vram0 1024\n")
-    assert judgements(audited(backend)[0])["MEM-04"].verdict is verdict
+
+def enter(tree: Tree, backend: AmdBackend, kernel: DmemTree, pid: int, number: int) -> Path:
+    """Run a process in the cgroup of a share; return that cgroup."""
+    piece = backend.observe(backend.discover()[0]).partitions[number]
+    group = Path(piece.access.cgroup_procs[0]).parent
+    kernel.enter(group, pid)
+    tree.places[pid] = f"/{group.relative_to(kernel.mount)}"
+    tenant(tree, pid)
+    return group
+
+
+def test_a_capped_share_is_enforced_by_dmem(tmp_path: Path) -> None:
+    """The cap is set when the share is made and read back; tenants inside it make it enforced."""
+    tree, backend, kernel = capped(tmp_path)
+    for number, pid in enumerate((50, 51)):
+        enter(tree, backend, kernel, pid, number)
+    for report, cap in zip(audited(backend), (96, 24), strict=True):
+        found = judgements(report)
+        assert found["MEM-04"].verdict is Verdict.PASS
+        assert found["MEM-06"].verdict is Verdict.PASS
+        assert report.partition.memory_bytes == cap * GIB
+        assert report.tier is Tier.ENFORCED
+        assert "RC-SCHED" in report.residual
+
+
+def test_a_cap_that_somebody_lifted_is_not_in_force(tmp_path: Path) -> None:
+    """Lifted from outside, the share is neither enforced nor soft; the other one is untouched."""
+    tree, backend, kernel = capped(tmp_path)
+    group = enter(tree, backend, kernel, 50, 0)
+    enter(tree, backend, kernel, 51, 1)
+    kernel.write(f"{group}/dmem.max", f"{REGION} max")
+    lifted, other = audited(backend)
+    found = judgements(lifted)
+    assert found["MEM-04"].verdict is Verdict.FAIL
+    assert found["MEM-06"].verdict is Verdict.FAIL
+    assert lifted.tier is Tier.ADVISORY
+    assert other.tier is Tier.ENFORCED
+
+
+def test_a_tenant_outside_of_its_share_is_a_stranger(tmp_path: Path) -> None:
+    """A process on the device in no share's cgroup is capped by nothing and found."""
+    tree, backend, kernel = capped(tmp_path)
+    enter(tree, backend, kernel, 50, 0)
+    tenant(tree, 60)
+    report = audited(backend)[0]
+    assert judgements(report)["DEV-02"].verdict is Verdict.FAIL
+    assert report.tier is not Tier.ENFORCED
+
+
+def test_caps_change_in_place_and_shares_in_use_stay(tmp_path: Path) -> None:
+    """A cap is changed without touching who is inside; an occupied share is not removed."""
+    tree, backend, kernel = capped(tmp_path)
+    device = backend.discover()[0]
+    group = enter(tree, backend, kernel, 50, 0)
+    piece = backend.observe(device).partitions[0]
+    backend.apply(Configure(device=device, partition=piece, memory_bytes=48 * GIB))
+    assert f"{REGION} {48 * GIB}" in (group / "dmem.max").read_text()
+    assert backend.observe(device).partitions[0].incarnation == piece.incarnation
+    with pytest.raises(DeviceBusyError, match="pid 50"):
+        backend.apply(Destroy(device=device, partition=piece))
+    (group / "cgroup.procs").write_text("")
+    backend.apply(Destroy(device=device, partition=piece))
+    assert not group.exists()
+
+
+def test_a_share_whose_cap_does_not_hold_is_not_made(tmp_path: Path) -> None:
+    """A kernel that keeps no cap, or has none, makes the share fail, and nothing of it is left."""
+    tree = tree_of("1xMI300X", tmp_path)
+    kernel = DmemTree(tmp_path / "cg2", {REGION: 192 * GIB})
+    kernel.deaf = True
+    backend = tree.backend(cgroups=kernel)
+    device = backend.discover()[0]
+    with pytest.raises(BackendError, match="shows"):
+        backend.apply(Create(device=device, spec=spec_of(device, Share.PRODUCTION, GIB)))
+    assert backend.observe(device).partitions[0].share is Share.EXCLUSIVE
+    assert kernel.children(str(kernel.mount)) == ()
+    assert "shared-capped" in ways_of(backend)
+    (kernel.mount / "dmem.capacity").write_text("")
+    with pytest.raises(UnsupportedError, match="dmem"):
+        backend.apply(Create(device=device, spec=spec_of(device, Share.PRODUCTION, GIB)))
+    assert "shared-capped" not in ways_of(backend)
+
+
+def ways_of(backend: AmdBackend) -> set[str]:
+    """Return the ways for which the first device states a limit."""
+    device = backend.observe(backend.discover()[0]).device
+    return {limit.way for limit in device.tier_limits}

@@ -13,6 +13,7 @@ from alloy_agent.decoding import size_bytes
 from alloy_agent.errors import ConfigError
 from alloy_agent.layout.groups import grouped
 from alloy_agent.layout.schema import Entry, Filter, LayoutFile, Match, pick
+from alloy_agent.layout.shares import shares_of
 from alloy_agent.model import (
     Device,
     DeviceId,
@@ -23,11 +24,10 @@ from alloy_agent.model import (
     Placement,
     Profile,
     Scheme,
-    Share,
     Value,
     Vendor,
 )
-from alloy_agent.planner import compatible, core_profile, fits, format_bytes, shared_profile
+from alloy_agent.planner import compatible, core_profile, fits, format_bytes
 
 _MIG_ENTRY: Final = re.compile(r"(?P<profile>[^@\s]+)(?:@(?P<start>[0-9]{1,4}))?", re.ASCII)
 _BUS: Final = re.compile(r"(?:[0-9a-f]{4})?(?P<short>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
@@ -447,26 +447,6 @@ def _one_size(entry: Entry, written: int | str, path: str) -> int:
 
 
 def _shared(entry: Entry, device: Device) -> tuple[dict[ModeKind, str], tuple[PartitionSpec, ...]]:
-    shared = entry.shared
-    if shared is None or shared.production + shared.opportunistic == 0:
-        raise ConfigError(
-            f"{entry.at('shared')}: shared by nobody", cure="give at least one tenant"
-        )
-    counts = {
-        Share.PRODUCTION: shared.production,
-        Share.OPPORTUNISTIC: shared.opportunistic,
-    }
-    specs = tuple(
-        PartitionSpec(
-            device=device.id,
-            profile=shared_profile(share, ordinal),
-            size=device.slices,
-            placement=Placement(start=0, size=device.slices),
-            share=share,
-            ordinal=ordinal,
-        )
-        for share, count in counts.items()
-        for ordinal in range(count)
-    )
+    specs = shares_of(entry, device)
     switchable = any(mode.kind is ModeKind.MIG for mode in device.modes)
     return ({ModeKind.MIG: "off"} if switchable else {}), specs

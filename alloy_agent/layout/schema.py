@@ -48,10 +48,17 @@ class Match(Value, frozen=True, kw_only=True):
 
 
 class Shared(Value, frozen=True, kw_only=True):
-    """How many tenants of each sort share a device under rate control."""
+    """How many tenants of each sort share a device under rate control.
+
+    The memory caps are of each share of that sort; `cu_mask` is how many CUs of every XCD each
+    opportunistic share gets (AMD), production has the rest.
+    """
 
     production: Annotated[int, Meta(ge=0, le=1)] = 1
     opportunistic: Annotated[int, Meta(ge=0, le=64)] = 1
+    production_memory: int | Name | None = None
+    opportunistic_memory: int | Name | None = None
+    cu_mask: Annotated[int, Meta(ge=1, le=128)] | None = None
 
 
 class NativeEntry(Value, frozen=True, kw_only=True):

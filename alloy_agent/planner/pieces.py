@@ -232,14 +232,17 @@ def _with_shares(
 ) -> PieceChange:
     """Return the change with the shares of the whole device, which lie over each other."""
     pieces = [piece for piece in here if piece.share is not Share.EXCLUSIVE]
-    kept = [piece.id for piece in pieces if _keeps_share(piece, shared)]
+    stays = {piece.id: spec for piece in pieces if (spec := _kept_as(piece, shared)) is not None}
+    kept = list(stays)
     repairs = [
-        Configure(device=device.id, partition=piece, memory_bytes=piece.memory_bytes)
+        Configure(device=device.id, partition=piece, memory_bytes=stays[piece.id].memory_bytes)
         for piece in pieces
-        if piece.altered and piece.id in kept
+        if piece.id in stays
+        and (piece.altered or not same_memory(piece, stays[piece.id].memory_bytes, device))
     ]
-    gone = [Destroy(device=device.id, partition=p) for p in pieces if p.id not in kept]
-    present = {(piece.share, piece.ordinal) for piece in pieces}
+    repairs.sort(key=_grows)
+    gone = [Destroy(device=device.id, partition=p) for p in pieces if p.id not in stays]
+    present = {(piece.share, piece.ordinal) for piece in pieces if piece.id in stays}
     whole = Placement(start=0, size=device.slices)
     creates = [
         Create(device=device.id, spec=replace(spec, placement=whole, size=whole.size))
@@ -256,7 +259,20 @@ def _with_shares(
 
 
 def _keeps_share(piece: Partition, shared: list[PartitionSpec]) -> bool:
-    return any((piece.share, piece.ordinal) == (spec.share, spec.ordinal) for spec in shared)
+    return _kept_as(piece, shared) is not None
+
+
+def _kept_as(piece: Partition, shared: list[PartitionSpec]) -> PartitionSpec | None:
+    """Return what a living share is kept as; a CU mask is handed out once, so it must be the same.
+
+    Whoever runs in the share took its mask at the start: another mask is another share.
+    """
+    same = (
+        spec
+        for spec in shared
+        if (piece.share, piece.ordinal, piece.cu_mask) == (spec.share, spec.ordinal, spec.cu_mask)
+    )
+    return next(same, None)
 
 
 def _size(spec: PartitionSpec, device: Device) -> int:

@@ -129,6 +129,7 @@ class Grant(msgspec.Struct, kw_only=True):
     memory_bytes: int | None = None
     serial: int
     group: tuple[str, ...] = ()  # devices that one tenant was meant to get together
+    cu_mask: tuple[int, int] | None = None
 
 
 class SignalScript(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -24,6 +24,7 @@ from alloy_agent.backends.amd import AmdBackend, AmdOptions
 from alloy_agent.backends.amd.files import Files
 from alloy_agent.backends.amd.library import Library, Tried
 from alloy_agent.backends.amd.metrics import LAYOUTS
+from alloy_agent.host.cgroupfs import CgroupFs
 from alloy_agent.silicon import refusals, signals
 from alloy_agent.silicon.amd import XcdPartition, fits
 from alloy_agent.silicon.boards import AmdBoard
@@ -90,6 +91,7 @@ class Tree:
     odd: Oddities = field(default_factory=Oddities)
     comms: dict[int, bytes] = field(default_factory=dict)
     environs: dict[int, dict[str, str]] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)  # v2 cgroups of processes
     rules: dict[int, list[str]] = field(default_factory=dict)
     mqds: str | None = None
     errors: dict[str, dict[str, int]] = field(default_factory=dict)  # block to ce, ue, de
@@ -128,10 +130,13 @@ class Tree:
         }
         return AmdOptions(**(values | more))  # type: ignore[arg-type]
 
-    def backend(self, library: Library | None = None, **more: object) -> AmdBackend:
+    def backend(
+        self, library: Library | None = None, cgroups: CgroupFs | None = None, **more: object
+    ) -> AmdBackend:
         """Return a backend on this node."""
         none = Library(lambda: Tried(trouble="none in this test"))
-        return AmdBackend(self.options(**more), files=self.files, library=library or none)
+        options = self.options(**more)
+        return AmdBackend(options, files=self.files, library=library or none, cgroups=cgroups)
 
     def pci(self, device: str) -> Path:
         """Return the PCI directory of a device by its id in the backend."""
@@ -361,7 +366,8 @@ class Tree:
         environ = self.environs.get(client.pid)
         if environ is not None:
             self._put(proc / "environ", "\0".join(f"{k}={v}" for k, v in environ.items()))
-        self._put(proc / "cgroup", f"5:devices:/tenant-{client.pid}\n0::/tenant-{client.pid}\n")
+        place = self.places.get(client.pid, f"/tenant-{client.pid}")
+        self._put(proc / "cgroup", f"5:devices:/tenant-{client.pid}\n0::{place}\n")
         rules = self.rules.get(client.pid)
         if rules is None:
             rules = [f"c {KFD_MAJOR}:0 rw", f"c 226:{piece.render_minor} rw"]

@@ -134,6 +134,7 @@ def test_amd_boards_are_the_documents() -> None:
     cus = {board.name: (board.xcds, board.xcds * board.cus_per_xcd) for board in AMD_BOARDS}
     assert cus == {
         "MI210": (1, 104),
+        "MI250": (1, 104),
         "MI300A": (6, 228),
         "MI300X": (8, 304),
         "MI308X": (4, 80),

@@ -27,15 +27,15 @@ from typing import Final, TypeVar
 from alloy_agent.backends.amd import pieces
 from alloy_agent.backends.amd.doctor import Doctor
 from alloy_agent.backends.amd.events import EventSource
-from alloy_agent.backends.amd.evidence import Collector, openers
+from alloy_agent.backends.amd.evidence import Collector, Tools, openers
 from alloy_agent.backends.amd.files import BUSY, Files, Roots, meaning, translated
-from alloy_agent.backends.amd.ledger import DeviceEntry, Ledger, Notes, ShareEntry
+from alloy_agent.backends.amd.ledger import DeviceEntry, Ledger, Notes
 from alloy_agent.backends.amd.library import Library
-from alloy_agent.backends.amd.masks import MaskPlan
-from alloy_agent.backends.amd.modes import UNKNOWN, Modes, read_modes
+from alloy_agent.backends.amd.modes import Modes, read_modes
 from alloy_agent.backends.amd.pieces import PREFIX, Sight
 from alloy_agent.backends.amd.processes import holders, kfd_processes
 from alloy_agent.backends.amd.sampler import Sampler, block_errors
+from alloy_agent.backends.amd.shares import MaskChoice, Shares
 from alloy_agent.backends.amd.topology import Topology, TopologyReader, generation
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.errors import (
@@ -44,13 +44,14 @@ from alloy_agent.errors import (
     DeviceLostError,
     UnsupportedError,
 )
+from alloy_agent.host.cgroupfs import CgroupFs
 from alloy_agent.host.clock import boot_id, boottime_s
 from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import (
     Capabilities,
-    Configure,
     Create,
     Destroy,
+    Device,
     DeviceEvent,
     DeviceId,
     Diagnosis,
@@ -58,9 +59,7 @@ from alloy_agent.model import (
     ModeKind,
     Observation,
     Partition,
-    PartitionSpec,
     SetMode,
-    Share,
     SignalSpec,
     Step,
     Value,
@@ -70,6 +69,7 @@ from alloy_agent.model import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+GROUP: Final = "alloy-amd"
 UNSETTLED_TRIES: Final = 3
 UNSETTLED_WAIT_S: Final = 0.02
 
@@ -100,6 +100,7 @@ class AmdBackend:
         *,
         files: Files | None = None,
         library: Library | None = None,
+        cgroups: CgroupFs | None = None,
         clock: Callable[[], float] = boottime_s,
     ) -> None:
         """Join the rooms; nothing is opened before it is asked for.
@@ -108,6 +109,7 @@ class AmdBackend:
             options: What the settings say.
             files: The file system; tests put a machine behind it.
             library: The vendor's library; by default found as the options say, at first use.
+            cgroups: The cgroup trees.
             clock: Boot time in seconds.
         """
         self.name = "amd"
@@ -123,6 +125,8 @@ class AmdBackend:
         self._clock = clock
         self._boot = boot_id(self.roots.proc)
         self._ledger = Ledger(self.options.state_dir, self._boot)
+        masks = MaskChoice(self.options.opportunistic_cus, self.options.opportunistic_slots)
+        self._shares = Shares(self.files, self.roots, self._ledger, masks, cgroups or CgroupFs())
         self._library = library or Library.find(
             self.options.library, self.options.library_deadline_s
         )
@@ -162,7 +166,7 @@ class AmdBackend:
         """Return the device, its partitions and its faults, read back now."""
         sight = self.look(device)
         noted = self._ledger.device(device)
-        seen = pieces.device_of(self.files, self.roots, sight, noted, self._driver())
+        seen = self._noun(sight, noted)
         return Observation(
             device=seen,
             partitions=self._partitions(sight, noted),
@@ -219,10 +223,17 @@ class AmdBackend:
 
     def _partitions(self, sight: Sight, noted: DeviceEntry) -> tuple[Partition, ...]:
         if noted.shares:
-            return pieces.shares_of(sight, self.roots, self._boot, noted.shares)
+            return pieces.shares_of(
+                sight, self.roots, self._boot, noted.shares, self._shares.groups()
+            )
         settled = sight.settled
         cuts = self._ledger.cuts(sight.id, sight.looks) if settled else noted.cuts
         return pieces.partitions_of(sight, self.roots, self._boot, cuts)
+
+    def _noun(self, sight: Sight, noted: DeviceEntry) -> Device:
+        device = pieces.device_of(self.files, self.roots, sight, noted, self._driver())
+        capped = self._shares.groups().can_cap(sight.bus)
+        return pieces.with_caps(device) if capped else device
 
     def _driver(self) -> str:
         base = f"{self.roots.sys}/module/amdgpu"
@@ -236,11 +247,12 @@ class AmdBackend:
         if isinstance(step, SetMode):
             self._set_mode(step)
         elif isinstance(step, Create):
-            self._create(step.spec)
+            self._shares.create(self.look(step.device), step.spec)
         elif isinstance(step, Destroy):
-            self._destroy(step.partition)
+            bus = self._known.get(step.device) or str(step.device).removeprefix(PREFIX)
+            self._shares.destroy(bus, step.partition)
         else:
-            self._configure(step)
+            self._shares.configure(self.look(step.device), step)
 
     def _set_mode(self, step: SetMode) -> None:
         if step.kind not in {ModeKind.COMPUTE, ModeKind.MEMORY}:
@@ -385,73 +397,6 @@ class AmdBackend:
             if any(node.hive == sight.hive for node in nodes)
         ]
 
-    # --- shares ---
-
-    def _create(self, spec: PartitionSpec) -> None:
-        if spec.share is Share.EXCLUSIVE:
-            raise UnsupportedError(
-                f"{spec.device}: partitions follow the compute mode, {spec.profile} is none",
-                cure="set the compute mode",
-            )
-        sight = self.look(spec.device)
-        if sight.modes.compute == UNKNOWN or not sight.nodes:
-            raise BackendError(f"{spec.device} is not ready: {sight.modes.compute}")
-        mask = self._mask_plan(sight).of(spec.share, spec.ordinal)
-
-        def edit(entry: DeviceEntry, notes: Notes) -> None:
-            if any((e.share, e.ordinal) == (spec.share, spec.ordinal) for e in entry.shares):
-                raise BackendError(
-                    f"{spec.device} has {spec.share} share {spec.ordinal} already",
-                    cure="remove it first",
-                )
-            notes.serial += 1
-            entry.shares.append(
-                ShareEntry(
-                    profile=spec.profile,
-                    share=spec.share,
-                    ordinal=spec.ordinal,
-                    serial=notes.serial,
-                    memory_bytes=spec.memory_bytes,
-                    cu_mask=mask.text if mask else "",
-                    cus=mask.cus if mask else 0,
-                )
-            )
-
-        self._ledger.change(spec.device, edit)
-
-    def _mask_plan(self, sight: Sight) -> MaskPlan:
-        return MaskPlan.of_nodes(
-            sight.nodes, self.options.opportunistic_cus, self.options.opportunistic_slots
-        )
-
-    def _destroy(self, partition: Partition) -> None:
-        if partition.share is Share.EXCLUSIVE:
-            raise UnsupportedError(
-                f"{partition.id}: partitions follow the compute mode", cure="set the compute mode"
-            )
-
-        def edit(entry: DeviceEntry, _notes: Notes) -> None:
-            here = _share_of(entry, partition)
-            if here is not None:
-                entry.shares.remove(here)
-
-        self._ledger.change(partition.device, edit)
-
-    def _configure(self, step: Configure) -> None:
-        if step.partition.share is Share.EXCLUSIVE:
-            raise UnsupportedError(
-                f"{step.partition.id}: its memory is fixed by {step.partition.profile}",
-                cure="choose another profile",
-            )
-
-        def edit(entry: DeviceEntry, _notes: Notes) -> None:
-            here = _share_of(entry, step.partition)
-            if here is None:
-                raise BackendError(f"{step.partition.id} is gone", cure="plan again")
-            here.memory_bytes = step.memory_bytes
-
-        self._ledger.change(step.device, edit)
-
     # --- handles ---
 
     def quiesce(self, device: DeviceId) -> None:
@@ -527,8 +472,9 @@ class AmdBackend:
         """Return what the device's checks need to see, read now."""
         sight = self.look(device)
         noted = self._ledger.device(device)
-        seen = pieces.device_of(self.files, self.roots, sight, noted, self._driver())
-        collector = Collector(self.files, self.roots, self._clock(), self._programs)
+        seen = self._noun(sight, noted)
+        tools = Tools(programs=self._programs, groups=self._shares.groups())
+        collector = Collector(self.files, self.roots, self._clock(), tools)
         return collector.collect(sight, seen, self._partitions(sight, noted), noted)
 
     def diagnose(self) -> tuple[Diagnosis, ...]:
@@ -553,21 +499,3 @@ def _request(wanted: str, current: str, epoch: str) -> Callable[[DeviceEntry, No
         entry.requested_epoch = epoch
 
     return edit
-
-
-def _share_of(entry: DeviceEntry, partition: Partition) -> ShareEntry | None:
-    """Return the binding behind a partition, found by its place; None: there is none.
-
-    Raises:
-        BackendError: Another one is in its place.
-    """
-    for share in entry.shares:
-        if (share.share, share.ordinal) != (partition.share, partition.ordinal):
-            continue
-        if partition.incarnation and not partition.incarnation.endswith(f".share-{share.serial}"):
-            raise BackendError(
-                f"{partition.id} has been made anew by somebody else",
-                cure="look at the devices and plan again",
-            )
-        return share
-    return None

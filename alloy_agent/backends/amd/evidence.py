@@ -6,7 +6,6 @@ Beside the names that all backends share:
 | --- | --- | --- |
 | `amd.cu_plan` | share | `{mask, cus, overlaps}`: what was granted, and whose mask has CUs of it |
 | `amd.cu_masks` | share | list, for each process: the mask as granted, as configured, in force |
-| `amd.dmem` | partition | list of `{cgroup, max_bytes, current_bytes}` of its tenants' cgroups |
 | `amd.isolation` | device | numbers in `enforce_isolation`, one for each partition |
 | `amd.idle_clients` | device | processes that opened KFD and have nothing on any device |
 """
@@ -14,9 +13,8 @@ Beside the names that all backends share:
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from alloy_agent.backends.amd import fence, mqd
 from alloy_agent.backends.amd.files import Files, Roots
@@ -26,12 +24,20 @@ from alloy_agent.backends.amd.modes import memory_domains
 from alloy_agent.backends.amd.pieces import Sight
 from alloy_agent.backends.amd.processes import KfdProcess, comm_of, kfd_processes, unlisted
 from alloy_agent.errors import ConfigError
+from alloy_agent.host.devicememory import LACKS
 from alloy_agent.host.deviceprograms import DevicePrograms
+from alloy_agent.host.sharegroups import ShareGroups
 from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
 OPENERS_SHOWN: Final = 8
 _MASK_NAMES: Final = ("HSA_CU_MASK", "HSA_CU_MASK_SKIP_INIT", "ROC_GLOBAL_CU_MASK")
-_DMEM: Final = re.compile(r"drm/(?P<bus>[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])/vram\S*")
+
+
+class Tools(NamedTuple):
+    """What outlives one reading: answers of the kernel that are kept, and the shares' cgroups."""
+
+    programs: DevicePrograms | None = None
+    groups: ShareGroups = ShareGroups(None, "")
 
 
 class Collector:
@@ -42,12 +48,13 @@ class Collector:
         files: Files,
         roots: Roots,
         now_s: float,
-        programs: DevicePrograms | None = None,
+        tools: Tools | None = None,
     ) -> None:
         self._files, self._roots, self._now_s = files, roots, now_s
-        self._programs = programs
+        self._tools = tools or Tools()
         self._untold = ""  # why nobody can tell who is on the device
         self._found: list[Fact] = []
+        self._placed: dict[int, str] = {}  # pids in the cgroups of shares
 
     def collect(
         self,
@@ -58,21 +65,32 @@ class Collector:
     ) -> tuple[Fact, ...]:
         """Return all facts of one device and its partitions."""
         processes = kfd_processes(self._files, self._roots)
+        self._placed = self._places(sight, partitions)
         self._untold = unlisted(self._files, self._roots) or _unread(processes)
         self._of_device(sight, device, partitions, processes)
-        fences = fence.Fences(self._files, self._roots, self._programs)
+        fences = fence.Fences(self._files, self._roots, self._tools.programs)
         masks = mqd.read(self._files, self._roots, sight.nodes) if noted.shares else None
         for partition in partitions:
-            inside = members(sight, partition, processes)
+            inside = self._apart(members(sight, partition, processes), partition)
             self._of_partition(sight, partition, inside)
             self._fence(partition, inside, fences)
-            self._dmem(sight, partition, inside)
             if partition.share is not Share.EXCLUSIVE:
+                self._caps(sight, partition, inside)
                 self._plan(partition, partitions)
                 self._masks(partition, self._bearers(partition, partitions, inside), masks)
             elif device.modes:
                 self._add(partition.id, "amd.partition", self._amd(sight, partition), "sysfs, KFD")
         return tuple(self._found)
+
+    def _places(self, sight: Sight, partitions: tuple[Partition, ...]) -> dict[int, str]:
+        """Return, by pid, the share whose cgroup a process is in."""
+        groups = self._tools.groups
+        return {
+            pid: str(partition.id)
+            for partition in partitions
+            if partition.share is not Share.EXCLUSIVE
+            for pid in groups.pids(sight.bus, partition.profile)
+        }
 
     # --- the device ---
 
@@ -122,14 +140,22 @@ class Collector:
         for process in processes:
             for node in sight.nodes:
                 if process.uses(node.gpu_id):
-                    place = next((p for p in partitions if holds(p, node.gpu_id, process)), None)
+                    place = self._place(partitions, node.gpu_id, process)
                     yield {
                         "pid": process.pid,
                         "comm": process.comm,
-                        "partition": place.id if place else "",
-                        "granted": place is not None,
+                        "partition": place,
+                        "granted": bool(place),
                         "monitor": process.monitor,
                     }
+
+    def _place(self, partitions: tuple[Partition, ...], gpu_id: int, process: KfdProcess) -> str:
+        """Return the partition that a process on a node is in; "": in none."""
+        if self._tools.groups.mount is not None and any(
+            p.share is not Share.EXCLUSIVE for p in partitions
+        ):
+            return self._placed.get(process.pid, "")
+        return next((str(p.id) for p in partitions if holds(p, gpu_id, process)), "")
 
     def _isolation(self, sight: Sight) -> list[int] | None:
         text = self._files.text(f"{self._roots.pci(sight.bus)}/enforce_isolation")
@@ -157,11 +183,13 @@ class Collector:
             self._add(partition.id, "partition.processes", listed, where)
         own: list[Json] = [n for n in partition.access.device_nodes if n.startswith("/dev/dri/")]
         self._add(partition.id, "partition.own_nodes", own, "drm_render_minor of its KFD node")
-        exclusive = partition.share is Share.EXCLUSIVE
+        if partition.share is not Share.EXCLUSIVE:
+            self._share_memory(sight, partition, sum(used.values()))
+            return
         memory: Json = {
             "limit_bytes": partition.memory_bytes,
             "used_bytes": sum(used.values()),
-            "enforced_by": "driver" if exclusive else "none",
+            "enforced_by": "driver",
         }
         self._add(partition.id, "partition.memory", memory, "mem_banks; kfd/proc/*/vram_*")
 
@@ -202,26 +230,48 @@ class Collector:
         value: Json = {"by": names, "allowed": nodes}
         self._add(partition.id, "cgroup.device_fence", value, fences.method)
 
-    def _dmem(self, sight: Sight, partition: Partition, inside: Sequence[KfdProcess]) -> None:
-        if not self._files.there(f"{fence.unified(self._files, self._roots)}/dmem.capacity"):
-            reason = "the kernel has no dmem controller (since 6.14) or it is not mounted"
-            self._absent(partition.id, "amd.dmem", reason)
+    def _caps(self, sight: Sight, partition: Partition, inside: Sequence[KfdProcess]) -> None:
+        """Tell what caps the memory of each cgroup that the share's processes are in."""
+        memory = self._tools.groups.memory
+        if memory is None or memory.region(sight.bus) is None:
+            self._absent(partition.id, "cgroup.device_memory", LACKS)
             return
         caps: list[Json] = []
         for path in dict.fromkeys(fence.v2_path(self._files, self._roots, p.pid) for p in inside):
-            if path is not None:
-                limit = self._region(f"{path}/dmem.max", sight.bus)
-                current = self._region(f"{path}/dmem.current", sight.bus)
-                caps.append({"cgroup": path, "max_bytes": limit, "current_bytes": current})
-        self._add(partition.id, "amd.dmem", caps, "dmem.max and dmem.current of tenants' cgroups")
+            cap = None if path is None else memory.cap(path, sight.bus)
+            if path is None or cap is None:
+                reason = "the cgroup of a process in the share cannot be seen"
+                self._absent(partition.id, "cgroup.device_memory", reason)
+                return
+            caps.append(
+                {
+                    "cgroup": path,
+                    "max_bytes": cap.max_bytes,
+                    "ceiling_bytes": cap.ceiling_bytes,
+                    "current_bytes": cap.current_bytes,
+                    "by": "dmem",
+                }
+            )
+        where = "dmem.max of the tenants' cgroups and of those above them"
+        self._add(partition.id, "cgroup.device_memory", caps, where)
 
-    def _region(self, path: str, bus: str) -> int | None:
-        for line in (self._files.text(path) or "").splitlines():
-            region, _, value = line.strip().partition(" ")
-            match = _DMEM.fullmatch(region)
-            if match and match["bus"] == bus and value.strip().isdecimal():
-                return int(value)
-        return None
+    def _share_memory(self, sight: Sight, partition: Partition, used_bytes: int) -> None:
+        """Tell the cap in force on the share's own cgroup."""
+        groups = self._tools.groups
+        cap = groups.cap(sight.bus, partition.profile, sight.bus)
+        value: Json = {
+            "limit_bytes": None if cap is None else cap.max_bytes,
+            "used_bytes": used_bytes if cap is None else cap.current_bytes,
+            "enforced_by": "none" if cap is None or cap.max_bytes is None else "dmem",
+        }
+        self._add(partition.id, "partition.memory", value, "dmem.max of the share's cgroup")
+
+    def _apart(self, inside: list[KfdProcess], partition: Partition) -> list[KfdProcess]:
+        """Return who is in a share: not those in another share's cgroup."""
+        others = self._placed.keys() - {
+            pid for pid, share in self._placed.items() if share == partition.id
+        }
+        return [process for process in inside if process.pid not in others]
 
     # --- masks ---
 

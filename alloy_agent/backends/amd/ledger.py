@@ -44,6 +44,7 @@ class ShareEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     memory_bytes: int | None = None
     cu_mask: str = ""  # value of HSA_CU_MASK; empty: unmasked
     cus: int = 0
+    choice: tuple[int, int] | None = None  # of the layout; None: the settings'
 
 
 class DeviceEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

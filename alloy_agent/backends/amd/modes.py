@@ -29,8 +29,8 @@ COMPATIBLE: Final[dict[str, frozenset[str]]] = {
 }
 
 PRODUCTS: Final[dict[int, tuple[str, int]]] = {
-    0x740C: ("MI250X", 1),
     0x7408: ("MI250X", 1),
+    0x740C: ("MI250X/MI250", 1),  # pci.ids has both under this number
     0x740F: ("MI210", 1),
     0x74A0: ("MI300A", 6),
     0x74A1: ("MI300X", 8),

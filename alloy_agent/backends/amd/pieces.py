@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from alloy_agent.backends.amd.files import Files, Roots
 from alloy_agent.backends.amd.ledger import DeviceEntry, ShareEntry
 from alloy_agent.backends.amd.modes import (
@@ -17,6 +19,7 @@ from alloy_agent.backends.amd.modes import (
     xccs_of,
 )
 from alloy_agent.backends.amd.topology import LINK_KINDS, KfdNode, Topology
+from alloy_agent.host.sharegroups import ShareGroups
 from alloy_agent.model import (
     Access,
     Condition,
@@ -50,6 +53,11 @@ _SHARED_LIMIT: Final = TierLimit(
     way="shared",
     tier=Tier.SOFT,
     reason="tenants share the device; CU masks and rates are in the tenants' own hands",
+)
+_CAPPED_LIMIT: Final = TierLimit(
+    way="shared-capped",
+    tier=Tier.ENFORCED,
+    reason="device memory is capped by the kernel (dmem); compute is as at soft",
 )
 
 
@@ -92,6 +100,11 @@ class Sight(Value, frozen=True, kw_only=True):
     def settled(self) -> bool:
         """Whether this is a state to judge by, not the middle of a switch."""
         return UNKNOWN not in {self.modes.compute, self.modes.memory} and bool(self.nodes)
+
+
+def with_caps(device: Device) -> Device:
+    """Return a device whose shares' memory the kernel can cap."""
+    return replace(device, tier_limits=(*device.tier_limits, _CAPPED_LIMIT))
 
 
 def device_of(files: Files, roots: Roots, sight: Sight, noted: DeviceEntry, driver: str) -> Device:
@@ -299,7 +312,7 @@ def access_of(roots: Roots, nodes: tuple[KfdNode, ...], cu_mask: str = "") -> Ac
 
 
 def shares_of(
-    sight: Sight, roots: Roots, boot: str, shares: list[ShareEntry]
+    sight: Sight, roots: Roots, boot: str, shares: list[ShareEntry], groups: ShareGroups
 ) -> tuple[Partition, ...]:
     """Return the shares of the whole device."""
     return tuple(
@@ -313,8 +326,12 @@ def shares_of(
             compute_units=entry.cus or None,
             share=entry.share,
             ordinal=entry.ordinal,
+            cu_mask=entry.choice,
             locator={"share": str(entry.serial), "cu_mask": entry.cu_mask},
-            access=access_of(roots, sight.nodes, entry.cu_mask),
+            access=replace(
+                access_of(roots, sight.nodes, entry.cu_mask),
+                cgroup_procs=groups.procs(sight.bus, entry.profile),
+            ),
         )
         for entry in shares
     )

@@ -79,6 +79,7 @@ def share_grants(machine: Machine, device: Device) -> tuple[Partition, ...]:
             memory_bytes=grant.memory_bytes,
             share=Share(grant.kind),
             ordinal=grant.ordinal,
+            cu_mask=grant.cu_mask,
             locator={"grant": str(grant.serial)},
         )
         for grant in machine.device(device.id).grants
@@ -101,6 +102,7 @@ def create_grant(machine: Machine, spec: PartitionSpec) -> None:
             memory_bytes=spec.memory_bytes,
             serial=0,
             group=tuple(spec.group),
+            cu_mask=spec.cu_mask,
         ),
     )
 

@@ -18,6 +18,7 @@ from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError, translated
 from alloy_agent.backends.nvidia.shares import Shares
 from alloy_agent.backends.nvidia.signals import Sampler
 from alloy_agent.errors import DeviceBusyError, UnsupportedError
+from alloy_agent.host.cgroupfs import CgroupFs
 from alloy_agent.host.deviceprograms import DevicePrograms
 from alloy_agent.model import (
     Capabilities,
@@ -44,7 +45,7 @@ _UUID_LABEL: Final = "GPU UUID:"
 class NvidiaBackend:
     """All GPUs that the driver knows, each by its UUID."""
 
-    def __init__(self, nvml: Nvml, root: Path = Path("/")) -> None:
+    def __init__(self, nvml: Nvml, root: Path = Path("/"), cgroups: CgroupFs | None = None) -> None:
         self.name = view.NAME
         self.nvml = nvml
         self._root = root
@@ -53,7 +54,7 @@ class NvidiaBackend:
         self._gpus: dict[str, Gpu] = {}
         self._caps = view.CapsMinors(root)
         self._rows = view.RowsSeen()
-        self._shares = Shares(root)
+        self._shares = Shares(root, cgroups)
         self._programs = DevicePrograms()
         self._quiet: set[str] = set()
         self._samplers: dict[str, Sampler] = {}
@@ -124,7 +125,8 @@ class NvidiaBackend:
         return Observation(device=seen, partitions=partitions, faults=faults)
 
     def _read(self, gpu: Gpu) -> tuple[Device, tuple[Partition, ...], tuple[Piece, ...]]:
-        seen = view.device(gpu, self._driver, tuple(self._gpus.values()))
+        others = tuple(self._gpus.values())
+        seen = view.device(gpu, self._driver, others, capped=self._shares.can_limit(gpu))
         pieces = gpu.pieces() if view.mig_on(seen) else ()
         gpu.names = {piece.ident: view.piece_id(gpu, piece) for piece in pieces if piece.compute}
         return seen, view.partitions(gpu, seen, pieces, self._caps, self._shares), pieces

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from alloy_agent.backends.nvidia import mps
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
-from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
-from alloy_agent.backends.nvidia.shares import Shares
+from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes, v2_folder
+from alloy_agent.backends.nvidia.shares import Limit, ShareRecord, Shares
 from alloy_agent.backends.nvidia.signals import used_bytes
 from alloy_agent.backends.nvidia.view import piece_id
 from alloy_agent.host.deviceprograms import DevicePrograms
@@ -19,6 +20,7 @@ from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 GEOMETRY: Final = "nvmlDeviceGetGpuInstances, nvmlGpuInstanceGetInfo"
 PROCESSES: Final = "nvmlDeviceGet{Compute,Graphics,MPSCompute}RunningProcesses"
 UNTOLD: Final = "this driver does not tell which processes compute on the GPU"
+LIMITS: Final = "nvmlDeviceGetMemoryLimits_v1, or dmem.max of the cgroups"
 FENCE: Final = "/proc/<pid>: cgroup, device rules or programs, /dev, capabilities"
 # Oldest driver that knows the architecture's MIG. Source: MIG User Guide, "Supported GPUs".
 FLOORS: Final[dict[int, str]] = {7: "450.80.02", 9: "525.53", 10: "570.133.20"}
@@ -302,20 +304,39 @@ def _memory_fact(
 
 
 def _share_memory_fact(facts: Facts, reading: Reading, partition: Partition) -> None:
-    """Add the limit that the driver has in force on a share's cgroup."""
-    method = "nvmlDeviceGetMemoryLimits_v1"
+    """Add the limits in force on a share's cgroup, and on those that its processes are in."""
     record = reading.shares.find(reading.gpu.id, partition.profile, "")
     limit = None if record is None else reading.shares.limit(reading.gpu, record)
-    if limit is None:
-        reason = "this driver has no memory limits for shares"
-        facts.absent(partition.id, "partition.memory", reason, method)
+    if record is None or limit is None:
+        reason = "neither driver nor kernel caps device memory of cgroups here"
+        facts.absent(partition.id, "partition.memory", reason, LIMITS)
+        facts.absent(partition.id, "cgroup.device_memory", reason, LIMITS)
         return
     value: Json = {
         "limit_bytes": limit.hard_bytes,
         "used_bytes": limit.used_bytes,
-        "enforced_by": "none" if limit.hard_bytes is None else "driver",
+        "enforced_by": "none" if limit.hard_bytes is None else limit.by,
     }
-    facts.add(partition.id, "partition.memory", value, method)
+    facts.add(partition.id, "partition.memory", value, LIMITS)
+    caps = list(_caps(reading, record, limit))
+    facts.add(partition.id, "cgroup.device_memory", caps, LIMITS)
+
+
+def _caps(reading: Reading, record: ShareRecord, limit: Limit) -> Iterator[Json]:
+    """Yield the cap of each cgroup that processes of a share are in."""
+    groups, bus = reading.shares.groups, reading.gpu.identity().bus
+    own = groups.folder(record.device, record.profile) or ""
+    folders = {v2_folder(reading.proc, pid) or own for pid in reading.shares.pids(record)}
+    for folder in sorted(folders):
+        cap = None if groups.memory is None else groups.memory.cap(folder, bus)
+        bounds = [limit.hard_bytes, None if cap is None else cap.ceiling_bytes]
+        yield {
+            "cgroup": folder.removeprefix(groups.mount or ""),
+            "max_bytes": limit.hard_bytes if cap is None else cap.max_bytes,
+            "ceiling_bytes": min((b for b in bounds if b is not None), default=None),
+            "current_bytes": limit.used_bytes if cap is None else cap.current_bytes,
+            "by": limit.by,
+        }
 
 
 def _mig(piece: Piece) -> Json:

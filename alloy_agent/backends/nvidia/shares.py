@@ -4,8 +4,9 @@ No driver knows of shares, so they are kept in one file on `/run`, which ends wi
 tenants do. Each share has a cgroup in the v2 tree, where there is one: that is how a process is
 told from the other tenants', and what the driver's memory limit is set on.
 
-The memory limit (`nvmlDeviceSetMemoryLimits_v1`, driver R615 and later on cgroup v2) is the
-driver's own and below the tenant. Where the driver has none, a share with a cap is refused rather
+The memory limit is the driver's own (`nvmlDeviceSetMemoryLimits_v1`, driver R615 and later on
+cgroup v2) or, where the driver charges its memory to cgroups and has no such call, the kernel's
+`dmem.max`. Either is below the tenant. Where there is neither, a share with a cap is refused rather
 than made without.
 """
 
@@ -24,10 +25,13 @@ import msgspec
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.library import ABSENT, NvmlCallError
 from alloy_agent.errors import BackendError, DeviceBusyError, UnsupportedError
+from alloy_agent.host.cgroupfs import CgroupFs
+from alloy_agent.host.sharegroups import ShareGroups
 from alloy_agent.model import PartitionSpec, Share
 
 UNLIMITED: Final = 0xFFFFFFFFFFFFFFFF  # pynvml: NVML_DEVICE_MEMORY_LIMIT_MAX
 GROUP: Final = "alloy-nvidia"
+SETTER: Final = "nvmlDeviceSetMemoryLimits_v1"
 
 
 class ShareRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,17 +46,19 @@ class ShareRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A memory limit as the driver tells it; None: there is no limit."""
+    """A memory limit as the driver or the kernel tells it; None: there is no limit."""
 
     hard_bytes: int | None
     used_bytes: int
+    by: Literal["driver", "dmem"]
 
 
 class Shares:
     """The shares of all GPUs."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, fs: CgroupFs | None = None) -> None:
         self._root = root
+        self._fs = fs or CgroupFs()
         self._folder = root / "run/alloy"
         self._file = self._folder / "nvidia-shares.json"
 
@@ -88,12 +94,12 @@ class Shares:
             if spec.memory_bytes is not None:
                 self._need_limits(gpu)
             self._write([*known, record])
-            self._make_group(record)
+            self.groups.make(record.device, record.profile)
             if spec.memory_bytes is not None:
                 try:
                     self.set_limit(gpu, record, spec.memory_bytes)
                 except (NvmlCallError, BackendError):
-                    self._remove_group(record)
+                    self.groups.remove(record.device, record.profile)
                     self._write(known)
                     raise
 
@@ -109,7 +115,7 @@ class Shares:
                 )
             if record.memory_bytes is not None:
                 self.set_limit(gpu, record, None)
-            self._remove_group(record)
+            self.groups.remove(record.device, record.profile)
             self._write([other for other in self._read() if other.serial != record.serial])
 
     def configure(self, gpu: Gpu, record: ShareRecord, memory_bytes: int | None) -> None:
@@ -139,27 +145,11 @@ class Shares:
 
     # --- cgroups ---
 
-    def group(self, record: ShareRecord) -> str | None:
-        """Return the path of a share's cgroup within the v2 tree; None: there is no such tree."""
-        if self._tree() is None:
-            return None
-        return f"/{GROUP}/{record.device}/{record.profile}"
-
-    def procs_file(self, record: ShareRecord) -> str | None:
-        """Return where a tenant's pid is written to be in the share."""
-        folder = self._group_folder(record)
-        return None if folder is None else str(folder / "cgroup.procs")
-
-    def pids(self, record: ShareRecord) -> tuple[int, ...]:
-        """Return the processes in a share's cgroup."""
-        folder = self._group_folder(record)
-        if folder is None:
-            return ()
-        try:
-            text = (folder / "cgroup.procs").read_text()
-        except OSError:
-            return ()
-        return tuple(int(word) for word in text.split())
+    @property
+    def groups(self) -> ShareGroups:
+        """The cgroups of the shares, in the tree that this host has now."""
+        tree = self._tree()
+        return ShareGroups(None if tree is None else str(tree), GROUP, self._fs)
 
     def _tree(self) -> Path | None:
         for place in ("sys/fs/cgroup/unified", "sys/fs/cgroup"):
@@ -167,49 +157,41 @@ class Shares:
                 return self._root / place
         return None
 
-    def _group_folder(self, record: ShareRecord) -> Path | None:
-        tree = self._tree()
-        if tree is None:
-            return None
-        return tree / GROUP / record.device / record.profile
+    def procs_file(self, record: ShareRecord) -> tuple[str, ...]:
+        """Return where a tenant's pid is written to be in the share."""
+        return self.groups.procs(record.device, record.profile)
 
-    def _make_group(self, record: ShareRecord) -> None:
-        folder = self._group_folder(record)
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise BackendError(
-                    f"{record.device}: cgroup {folder} cannot be made ({error.strerror})",
-                    cure="run the agent where it may make cgroups",
-                ) from error
-
-    def _remove_group(self, record: ShareRecord) -> None:
-        folder = self._group_folder(record)
-        if folder is not None:
-            with contextlib.suppress(OSError):  # the parents stay while they hold others
-                for place in (folder, folder.parent, folder.parent.parent):
-                    place.rmdir()
+    def pids(self, record: ShareRecord) -> tuple[int, ...]:
+        """Return the processes in a share's cgroup and below it."""
+        return self.groups.pids(record.device, record.profile)
 
     # --- memory limits ---
 
+    def can_limit(self, gpu: Gpu) -> bool:
+        """Whether the driver or the kernel can cap a share's memory on this host."""
+        return not self._lacks(gpu)
+
+    def _lacks(self, gpu: Gpu) -> str:
+        if self._tree() is None:
+            return "memory limits need the cgroup v2 tree"
+        if gpu.nvml.has(SETTER) or self.groups.can_cap(gpu.identity().bus):
+            return ""
+        return "this driver has no memory limits, and charges its memory to no cgroup"
+
     def _need_limits(self, gpu: Gpu) -> None:
-        missing = ""
-        if not gpu.nvml.has("nvmlDeviceSetMemoryLimits_v1"):
-            missing = "this driver has no memory limits"
-        elif self._tree() is None:
-            missing = "memory limits need the cgroup v2 tree"
+        missing = self._lacks(gpu)
         if missing:
             raise UnsupportedError(
                 f"{gpu.id}: {missing}", cure="share without a memory cap, or use MIG"
             )
 
     def set_limit(self, gpu: Gpu, record: ShareRecord, memory_bytes: int | None) -> None:
-        """Set the driver's limit on the share's cgroup, and read it back."""
-        limits = self._limits(gpu, record, "c_nvmlSetMemoryLimits_v1_t")
-        limits.softLimit = 0
-        limits.hardLimit = UNLIMITED if memory_bytes is None else memory_bytes
-        gpu.call("nvmlDeviceSetMemoryLimits_v1", limits)
+        """Set the limit on the share's cgroup, the driver's rather than the kernel's; read back."""
+        if not self._tell_driver(gpu, record, memory_bytes):
+            groups, bus = self.groups, gpu.identity().bus
+            if groups.memory is not None:
+                folder = groups.folder(record.device, record.profile) or ""
+                groups.memory.set_cap(folder, bus, memory_bytes)
         seen = self.limit(gpu, record)
         if seen is None or seen.hard_bytes != memory_bytes:
             shown = "nothing" if seen is None else seen.hard_bytes
@@ -217,24 +199,46 @@ class Shares:
                 f"{gpu.id}: the driver took a memory limit of {memory_bytes} and shows {shown}"
             )
 
-    def limit(self, gpu: Gpu, record: ShareRecord) -> Limit | None:
-        """Return the limit in force; None where the driver does not tell one."""
-        if self._tree() is None or not gpu.nvml.has("nvmlDeviceGetMemoryLimits_v1"):
-            return None
-        limits = self._limits(gpu, record, "c_nvmlGetMemoryLimits_v1_t")
+    def _tell_driver(self, gpu: Gpu, record: ShareRecord, memory_bytes: int | None) -> bool:
+        """Set the driver's own limit; return whether it has any, where the kernel has one too."""
+        if not gpu.nvml.has(SETTER):
+            return False
+        limits = self._limits(gpu, record, "c_nvmlSetMemoryLimits_v1_t")
+        limits.softLimit = 0
+        limits.hardLimit = UNLIMITED if memory_bytes is None else memory_bytes
         try:
-            gpu.call("nvmlDeviceGetMemoryLimits_v1", limits)
+            gpu.call(SETTER, limits)
         except NvmlCallError as failure:
-            if failure.code in ABSENT:
-                return None
+            if failure.code in ABSENT and self.groups.can_cap(gpu.identity().bus):
+                return False
             raise
-        hard = int(limits.hardLimit)
-        return Limit(
-            hard_bytes=None if hard == UNLIMITED else hard, used_bytes=int(limits.currentUsed)
-        )
+        return True
+
+    def limit(self, gpu: Gpu, record: ShareRecord) -> Limit | None:
+        """Return the limit in force; None where neither driver nor kernel tells one."""
+        if self._tree() is None:
+            return None
+        if gpu.nvml.has("nvmlDeviceGetMemoryLimits_v1"):
+            limits = self._limits(gpu, record, "c_nvmlGetMemoryLimits_v1_t")
+            try:
+                gpu.call("nvmlDeviceGetMemoryLimits_v1", limits)
+            except NvmlCallError as failure:
+                if failure.code not in ABSENT:
+                    raise
+            else:
+                hard = int(limits.hardLimit)
+                return Limit(
+                    hard_bytes=None if hard == UNLIMITED else hard,
+                    used_bytes=int(limits.currentUsed),
+                    by="driver",
+                )
+        cap = self.groups.cap(record.device, record.profile, gpu.identity().bus)
+        if cap is None:
+            return None
+        return Limit(hard_bytes=cap.max_bytes, used_bytes=cap.current_bytes, by="dmem")
 
     def _limits(self, gpu: Gpu, record: ShareRecord, kind: str) -> Any:
-        group = self.group(record) or ""
+        group = self.groups.path(record.device, record.profile) or ""
         return getattr(gpu.nvml.module, kind)(nameSpace=group.encode())
 
     # --- the file ---

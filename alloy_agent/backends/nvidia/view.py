@@ -40,6 +40,11 @@ MIG_LIMIT: Final = TierLimit(
 SHARED_LIMIT: Final = TierLimit(
     way="shared", tier=Tier.SOFT, reason="tenants share the device in time, under rate control"
 )
+CAPPED_LIMIT: Final = TierLimit(
+    way="shared-capped",
+    tier=Tier.ENFORCED,
+    reason="device memory is capped below the tenant; compute is shared in time, as at soft",
+)
 WHOLE_LIMIT: Final = TierLimit(
     way="whole", tier=Tier.HARD, reason="a whole GPU behind its own device node"
 )
@@ -108,8 +113,8 @@ class CapsMinors:
         return self._minors
 
 
-def device(gpu: Gpu, driver: str, others: tuple[Gpu, ...] = ()) -> Device:
-    """Return the GPU as it is now."""
+def device(gpu: Gpu, driver: str, others: tuple[Gpu, ...] = (), *, capped: bool = False) -> Device:
+    """Return the GPU as it is now; `capped`: memory of its shares can be capped."""
     known = gpu.identity()
     mig = gpu.mig() if known.mig_capable else None
     modes = () if mig is None else (_mode(mig, known),)
@@ -138,7 +143,7 @@ def device(gpu: Gpu, driver: str, others: tuple[Gpu, ...] = ()) -> Device:
         modes=modes,
         links=gpu.topology.links(gpu, others, mig=on),
         hive=fabric.domain,
-        tier_limits=(*mig_limit, WHOLE_LIMIT, SHARED_LIMIT),
+        tier_limits=(*mig_limit, WHOLE_LIMIT, SHARED_LIMIT, *((CAPPED_LIMIT,) if capped else ())),
         fault_note="profile names are computed: this driver does not tell them" if computed else "",
     )
 
@@ -198,7 +203,6 @@ def whole(gpu: Gpu, seen: Device) -> Partition:
 
 
 def _share(gpu: Gpu, seen: Device, record: ShareRecord, shares: Shares) -> Partition:
-    procs = shares.procs_file(record)
     return Partition(
         id=PartitionId(f"{gpu.id}/{record.profile}@0"),
         device=gpu.id,
@@ -210,7 +214,7 @@ def _share(gpu: Gpu, seen: Device, record: ShareRecord, shares: Shares) -> Parti
         ordinal=record.ordinal,
         locator={"share": record.serial},
         access=Access(
-            cgroup_procs=() if procs is None else (procs,),
+            cgroup_procs=shares.procs_file(record),
             device_nodes=parent_nodes(gpu),
             environment=visible(str(gpu.id)),
         ),

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from alloy_agent.conformance.checks import (
     amd,
     geometry,
+    memory,
     neuron,
     nvidia,
     placement,
@@ -55,6 +56,7 @@ CHECKS: tuple[Check, ...] = (
     *silicon.CHECKS,
     *amd.CHECKS,
     *nvidia.CHECKS,
+    *memory.CHECKS,
     *neuron.CHECKS,
     *sharing.CHECKS,
 )

@@ -1,4 +1,4 @@
-"""CU-*, KFD-01 and MEM-04: CU masks, processes of nobody, and memory caps of AMD devices.
+"""CU-* and KFD-01: CU masks, and processes of nobody, on AMD devices.
 
 A CU mask is soft, always: the environment is in the tenant's hands, and there are four ways out
 (not set, malformed, skipped at start, or a queue made past the runtime). What is looked at from
@@ -18,9 +18,8 @@ from alloy_agent.conformance.checks.base import (
     failed,
     named,
     passed,
-    size,
 )
-from alloy_agent.conformance.checks.shapes import ClientFact, DmemFact, MaskFact, MaskPlanFact
+from alloy_agent.conformance.checks.shapes import ClientFact, MaskFact, MaskPlanFact
 from alloy_agent.model import Device, Partition, Share, Tier, Vendor, Verdict
 
 SOFT = (Tier.SOFT,)
@@ -34,11 +33,6 @@ def _share(partition: Partition, device: Device) -> bool:
 
 def _masked(partition: Partition, device: Device) -> bool:
     return _share(partition, device) and bool(partition.locator.get("cu_mask"))
-
-
-def _cgrouped(partition: Partition, device: Device) -> bool:
-    """Return whether tenants of a share are in cgroups: those of simulated devices are not."""
-    return _share(partition, device) and not device.simulated
 
 
 def _piece(partition: Partition, device: Device) -> bool:
@@ -119,24 +113,6 @@ def _unsaid(case: Case) -> str:
     return "" if case.intent.grants else "nobody told this agent who was granted what"
 
 
-def _capped(case: Case) -> Outcome:
-    caps = case.get("amd.dmem", tuple[DmemFact, ...])
-    wanted = case.partition.memory_bytes
-    expected = f"dmem.max of at most {size(wanted)} on every tenant's cgroup"
-    loose = [
-        f"{cap.cgroup}: {size(cap.max_bytes)}"
-        for cap in caps
-        if cap.max_bytes is None or (wanted is not None and cap.max_bytes > wanted)
-    ]
-    if loose:
-        return failed(expected, named(loose), "the cap is not in force")
-    return passed(expected, counted(len(caps), "cgroup", "cgroups"))
-
-
-def _uncapped(case: Case) -> str:
-    return "no memory cap was granted" if case.partition.memory_bytes is None else ""
-
-
 MASKS = Need(name="amd.cu_masks", shape=tuple[MaskFact, ...])
 
 CHECKS: tuple[Check, ...] = (
@@ -189,15 +165,5 @@ CHECKS: tuple[Check, ...] = (
         supports=ENFORCED,
         required_for=ENFORCED,
         proves=False,
-    ),
-    Check(
-        id="MEM-04",
-        claim="The kernel caps the device memory of the share's tenants (dmem).",
-        applies=_cgrouped,
-        needs=(Need(name="amd.dmem", shape=tuple[DmemFact, ...]),),
-        judge=_capped,
-        exempt=_uncapped,
-        supports=SOFT,
-        required_for=(),
     ),
 )

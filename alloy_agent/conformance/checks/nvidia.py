@@ -1,4 +1,4 @@
-"""DRV-01, THR-01, MEM-06, MPS-01: whether an NVIDIA GPU's partitions keep apart in practice."""
+"""DRV-01, THR-01, MPS-01: whether an NVIDIA GPU's partitions keep apart in practice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from alloy_agent.conformance.checks.base import (
     named,
     not_applicable,
     passed,
-    size,
 )
-from alloy_agent.conformance.checks.shapes import MemoryFact, Shape
+from alloy_agent.conformance.checks.shapes import Shape
 from alloy_agent.model import Device, ModeKind, Partition, Share, Tier, Vendor, Verdict
 
 
@@ -112,35 +111,11 @@ def _mps(case: Case) -> Outcome:
     return passed(expected, f"daemon {mps.pid} was told {told}, {len(mps.clients)} clients")
 
 
-def _capped(case: Case) -> str:
-    return "" if case.partition.memory_bytes is not None else "no memory cap was granted"
-
-
-def _share_cap(case: Case) -> Outcome:
-    memory = case.get("partition.memory", MemoryFact)
-    expected = f"{size(case.partition.memory_bytes)} enforced by the driver"
-    observed = f"{size(memory.limit_bytes)} by {memory.enforced_by}"
-    if memory.enforced_by != "driver" or memory.limit_bytes != case.partition.memory_bytes:
-        return failed(expected, observed)
-    return passed(expected, f"{observed}, {size(memory.used_bytes)} in use")
-
-
 def _need(name: str, shape: object) -> Need:
     return Need(name=name, shape=shape, of="device")
 
 
 CHECKS: tuple[Check, ...] = (
-    Check(
-        id="MEM-06",
-        claim="The memory cap of a share is in force in the driver, below the tenant.",
-        applies=_shared,
-        needs=(Need(name="partition.memory", shape=MemoryFact),),
-        judge=_share_cap,
-        exempt=_capped,
-        proves=False,
-        supports=(Tier.SOFT,),
-        required_for=(Tier.SOFT,),
-    ),
     Check(
         id="DRV-01",
         claim="The driver is not older than the partitioning that it is trusted with.",

@@ -6,7 +6,16 @@ security, and a reader must see what stays open even where every check passes.
 
 from __future__ import annotations
 
-from alloy_agent.model import Device, Partition, ResidualClass, Scheme, Tier, Value, Vendor
+from alloy_agent.model import (
+    Device,
+    Partition,
+    ResidualClass,
+    Scheme,
+    Share,
+    Tier,
+    Value,
+    Vendor,
+)
 
 ALL_TIERS = frozenset(Tier)
 BELOW_HARD = frozenset({Tier.ENFORCED, Tier.SOFT, Tier.ADVISORY})
@@ -221,13 +230,17 @@ TABLE: tuple[OpenClass, ...] = (
 
 
 def residual_classes(tier: Tier, partition: Partition, device: Device) -> tuple[ResidualClass, ...]:
-    """Return what stays open for one partition at the tier it has."""
+    """Return what stays open for one partition at the tier it has.
+
+    A share keeps every class of the soft tier: what caps its memory caps nothing else.
+    """
+    tiers = {tier} if partition.share is Share.EXCLUSIVE else {tier, Tier.SOFT}
     linked = any(link.kind in {"nvlink", "xgmi", "neuronlink"} for link in device.links)
     alone = device.scheme is Scheme.WHOLE or partition.placement.size == device.slices
     return tuple(
         entry.what
         for entry in TABLE
-        if tier in entry.tiers
+        if tiers & entry.tiers
         and device.vendor in entry.vendors
         and (linked or not entry.linked_only)
         and not (alone and tier is Tier.HARD and entry.what.id in {"RC-TLB", "RC-MEMBAR"})

@@ -18,9 +18,9 @@ Facts of an accelerator, under these names in every backend that has the primiti
 `device.geometry` (tuple of `GeometryFact`), `device.clients` (tuple of `ClientFact`). Of its
 partitions: `partition.processes` (list of `{pid, ...}`), `partition.own_nodes` (nodes that no
 neighbour may open), `cgroup.device_fence` (`FenceFact`), `partition.memory` (`MemoryFact`),
-`mig.instance` (`MigFact`), `amd.partition` (`AmdFact`), `neuron.cores` (`NeuronFact`). Of shares of
-an AMD device: `amd.cu_plan` (`MaskPlanFact`), `amd.cu_masks` (tuple of `MaskFact`), `amd.dmem`
-(tuple of `DmemFact`).
+`mig.instance` (`MigFact`), `amd.partition` (`AmdFact`), `neuron.cores` (`NeuronFact`). Of shares:
+`cgroup.device_memory` (tuple of `CapFact`); of an AMD device's: `amd.cu_plan` (`MaskPlanFact`),
+`amd.cu_masks` (tuple of `MaskFact`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FenceFact(Shape, frozen=True, kw_only=True):
 
 
 class MemoryFact(Shape, frozen=True, kw_only=True):
-    """Cap and use of device memory; `enforced_by` is instance, driver, device or none."""
+    """Cap and use of device memory; `enforced_by` is instance, driver, dmem, device or none."""
 
     limit_bytes: int | None
     used_bytes: int
@@ -160,12 +160,14 @@ class MaskFact(Shape, frozen=True, kw_only=True):
     granted_cus: int | None = None
 
 
-class DmemFact(Shape, frozen=True, kw_only=True):
-    """The device memory cap of one tenant's cgroup; None: there is none."""
+class CapFact(Shape, frozen=True, kw_only=True):
+    """The device memory cap of a cgroup with tenants inside; `ceiling_bytes` is what binds it."""
 
     cgroup: str
-    max_bytes: int | None
+    max_bytes: int | None = None
+    ceiling_bytes: int | None = None
     current_bytes: int | None = None
+    by: str = ""  # "dmem" or "driver"
 
 
 class NeuronFact(Shape, frozen=True, kw_only=True):

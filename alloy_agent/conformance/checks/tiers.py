@@ -19,13 +19,15 @@ from alloy_agent.model import (
     Verdict,
 )
 
+CAPPED_SHARE = "shared-capped"
 BEST = "the best that this kind of piece can be: "
 
 
 def ways(partition: Partition, device: Device) -> tuple[str, ...]:
     """Return the names under which a device states its limit for such a piece, best first."""
     if partition.share is not Share.EXCLUSIVE:
-        return ("shared",)
+        capped = partition.memory_bytes is not None
+        return (CAPPED_SHARE, "shared") if capped else ("shared",)
     whole = ("whole",) if partition.placement.size == device.slices else ()
     if device.vendor is Vendor.CPU:
         return ("cores",)
@@ -82,7 +84,11 @@ def reachable(check: Check, limit: Tier) -> bool:
 def tier_of(
     checks: Iterable[Check], judgements: Sequence[Judgement], limit: TierLimit
 ) -> tuple[Tier, str]:
-    """Return the tier and why it is no better; without a passing proof no tier is reached."""
+    """Return the tier and why it is no better; without a passing proof no tier is reached.
+
+    A share whose memory is capped is more than soft only where it is soft: a cap on memory alone
+    says nothing of its compute.
+    """
     verdicts = {judgement.check: judgement for judgement in judgements}
     table = tuple(checks)
     proving = {check.id for check in table if check.proves}
@@ -90,7 +96,8 @@ def tier_of(
     for tier in TIER_ORDER:
         if tier is Tier.ADVISORY or not within(tier, limit.tier):
             continue
-        required = [check.id for check in table if tier in check.required_for]
+        tiers = {tier, Tier.SOFT} if limit.way == CAPPED_SHARE else {tier}
+        required = [check.id for check in table if tiers & set(check.required_for)]
         held = [verdicts[ident] for ident in required if ident in verdicts]
         broken = [j for j in held if j.verdict in {Verdict.FAIL, Verdict.UNKNOWN}]
         proofs = [j for j in held if j.verdict is Verdict.PASS and j.check in proving]

@@ -57,6 +57,22 @@ MI210: Final = AmdBoard(
     source="ROCm/k8s-device-plugin testdata/topo-mi210-xgmi-pcie",
 )
 
+# One of the two dies of a card: each is a PCI function, a KFD node and a render node of its own.
+MI250: Final = AmdBoard(
+    name="MI250",
+    product="AMD Instinct MI250",
+    gfx="gfx90a",
+    gfx_target_version=90010,
+    device_id=0x740C,  # guess
+    xcds=1,
+    cus_per_xcd=104,  # guess
+    memory_mib=65520,  # guess: 64 GiB of each die
+    power_idle_w=45.0,
+    power_cap_w=560.0,
+    xgmi_bytes_per_s=50_000_000_000,
+    source="AMD Instinct MI250 data sheet: 2 dies of 104 CUs and 64 GB; not compared with a device",
+)
+
 MI300A: Final = AmdBoard(
     name="MI300A",
     product="AMD Instinct MI300A",
@@ -143,4 +159,4 @@ MI355X: Final = AmdBoard(
     source=_KERNEL,
 )
 
-AMD_BOARDS: Final = (MI210, MI300A, MI300X, MI308X, MI325X, MI355X)
+AMD_BOARDS: Final = (MI210, MI250, MI300A, MI300X, MI308X, MI325X, MI355X)
