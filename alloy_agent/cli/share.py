@@ -264,7 +264,7 @@ def _join_alone(arguments: Namespace) -> JoinedDocument:
         )
     client.folder_of(root, device)
     name = arguments.name or f"{_role(arguments)}-{os.getpid()}"
-    group, procs = _own_group(device, name) if arguments.opportunistic else ("", ())
+    group, procs = _own_group(root, device, name) if arguments.opportunistic else ("", ())
     environment = client.join(
         device,
         root,
@@ -282,13 +282,13 @@ def _join_alone(arguments: Namespace) -> JoinedDocument:
     )
 
 
-def _own_group(device: str, name: str) -> tuple[str, tuple[str, ...]]:
+def _own_group(root: Path, device: str, name: str) -> tuple[str, tuple[str, ...]]:
     """Make a v2 cgroup that can be frozen; return its path and `cgroup.procs`, or nothing."""
     from alloy_agent.conformance.keeper.client import own_group
     from alloy_agent.host.cgroups import detect
 
     tree = detect().unified
-    group = own_group(device, name, Path(tree.folder(""))) if tree is not None else ("", ())
+    group = own_group(root, device, name, Path(tree.folder(""))) if tree is not None else ("", ())
     if not group[0]:
         output.note("no v2 cgroup for this tenant: it cannot be frozen if its gate fails")
     return group

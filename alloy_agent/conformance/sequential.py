@@ -121,7 +121,9 @@ def watch(state: AuditState, window: Window, limits: AuditLimits) -> AuditState:
     if window.slowdown_ratio is None or not window.comparable or sigma is None:
         why = window.why or ("no clean windows yet" if sigma is None else "no burst to judge")
         return msgspec.structs.replace(state, skipped=state.skipped + 1, why=why)
-    log_e = evidence(state.log_e, window.slowdown_ratio, sigma, limits)
+    # what slows clean bursts of these minutes as well (a busy host) is not the neighbours' doing
+    slowdown = window.slowdown_ratio - max(0.0, sum(state.clean) / len(state.clean))
+    log_e = evidence(state.log_e, slowdown, sigma, limits)
     alarmed = log_e >= math.log(limits.alarm)
     anew = state.windows >= limits.span
     calm = state.calm + 1 if log_e < 0.5 * math.log(limits.alarm) else 0
@@ -130,7 +132,7 @@ def watch(state: AuditState, window: Window, limits: AuditLimits) -> AuditState:
         log_e=min(log_e, math.log(limits.alarm) + 20.0),
         highest_log_e=max(state.highest_log_e, log_e),
         windows=1 if anew else state.windows + 1,
-        total=window.slowdown_ratio + (0.0 if anew else state.total),
+        total=slowdown + (0.0 if anew else state.total),
         alarms=state.alarms + (alarmed and not state.alarmed),
         alarmed=alarmed or (state.alarmed and calm < limits.fewest_windows),
         calm=calm,

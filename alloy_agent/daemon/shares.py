@@ -100,7 +100,7 @@ class Shares:
     """
 
     def __init__(self, root: Path, hooks: Hooks) -> None:
-        self._root, self._hooks = root, hooks
+        self.root, self._hooks = root, hooks
         self.joining = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._told_s = 0.0
@@ -116,7 +116,7 @@ class Shares:
 
     def start(self) -> None:
         """Take up the devices on which an earlier agent, or a command, left tenants."""
-        for path in sorted(self._root.glob(f"*/{members.FILE}")):
+        for path in sorted(self.root.glob(f"*/{members.FILE}")):
             if members.load(path.parent):
                 self._ensure(path.parent.name)
 
@@ -147,8 +147,8 @@ class Shares:
             ConfigError: The keeper refuses.
             UnsupportedError: There is no gate on this host, and no compiler to build it.
         """
-        folder = client.folder_of(self._root, device)
-        library(self._root / "lib")  # a host that cannot build it is told so at once
+        folder = client.folder_of(self.root, device)
+        library(self.root / "lib")  # a host that cannot build it is told so at once
         self._ensure(device)
         until_s = time.monotonic() + client.START_S
         while time.monotonic() < until_s:
@@ -178,7 +178,7 @@ class Shares:
 
     def _ensure(self, device: str) -> None:
         """Have a keeper for a device; it is started on the thread of this room."""
-        folder = client.folder_of(self._root, device)
+        folder = client.folder_of(self.root, device)
         with self._lock:
             if self._stopping:
                 raise BackendError("the agent is stopping", cure="start it again")
@@ -292,7 +292,7 @@ class Shares:
 
     def _read(self) -> None:
         """Read how the devices stand, and tell of those that changed."""
-        fresh = {view.device: view for view in client.views(self._root)}
+        fresh = {view.device: view for view in client.views(self.root)}
         with self._lock:
             before, self._views = self._views, fresh
         news = {

@@ -98,7 +98,7 @@ def _joined(node: Node, shares: Shares, wish: pb.Join, role: Share) -> JoinedDoc
 def _enter(  # noqa: PLR0913, PLR0917 - what a tenant and its place are
     shares: Shares, wish: pb.Join, role: Share, device: str, partition: str, access: Access
 ) -> JoinedDocument:
-    group, procs = _group(device, wish.tenant, role, access)
+    group, procs = _group(shares.root, device, wish.tenant, role, access)
     environment = shares.join(
         device,
         Join(
@@ -157,7 +157,9 @@ def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
     return piece
 
 
-def _group(device: str, tenant: str, role: Share, access: Access) -> tuple[str, tuple[str, ...]]:
+def _group(
+    root: Path, device: str, tenant: str, role: Share, access: Access
+) -> tuple[str, tuple[str, ...]]:
     """Return the v2 cgroup of a tenant and the files by which it is entered; made if need be."""
     tree = detect().unified
     if tree is None:
@@ -168,7 +170,7 @@ def _group(device: str, tenant: str, role: Share, access: Access) -> tuple[str, 
             return path.removeprefix(mount).removesuffix("/cgroup.procs"), ()
     if role is Share.PRODUCTION:
         return "", ()
-    return own_group(device, tenant, Path(tree.folder("")))
+    return own_group(root, device, tenant, Path(tree.folder("")))
 
 
 # --- policies ---------------------------------------------------------------------------------

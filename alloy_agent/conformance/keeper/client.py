@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import subprocess
@@ -88,9 +89,13 @@ def join(device: str, root: Path, request: Join) -> dict[str, str]:
     )
 
 
-def own_group(device: str, tenant: str, tree: Path) -> tuple[str, tuple[str, ...]]:
-    """Make a v2 cgroup for a tenant; return its path and the file by which it is entered."""
-    path = f"{OWN_GROUP}/{device}/{tenant}"
+def own_group(root: Path, device: str, tenant: str, tree: Path) -> tuple[str, tuple[str, ...]]:
+    """Make a v2 cgroup for a tenant; return its path and the file by which it is entered.
+
+    The path tells agents with other folders apart. Where none can be made, there is none.
+    """
+    agent = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+    path = f"{OWN_GROUP}/{agent}/{device}/{tenant}"
     folder = tree / path
     try:
         folder.mkdir(parents=True, exist_ok=True)

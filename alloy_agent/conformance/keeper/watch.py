@@ -300,10 +300,10 @@ class Watcher:
     def _attach(self, watch: _Watch, mapped: dict[int, Mapped]) -> None:
         """Probe the libraries that are not probed yet, and begin a new window if there are any."""
         added = False
-        for pid, maps in mapped.items():
+        for maps in mapped.values():
             for file, path in maps.drivers.items():
                 if file not in watch.probes and file not in watch.refused:
-                    added = self._probe(watch, file, Path(f"/proc/{pid}/root{path}")) or added
+                    added = self._probe(watch, file, Path(path)) or added
         if added and watch.tally is not None:
             watch.tally.read()
             watch.counted = (watch.tally.total, _sum(watch))
@@ -321,7 +321,8 @@ class Watcher:
             for probe in probes:
                 probe.close()
             watch.why = str(exc)
-            watch.refused.add(file)  # it will be so the next time
+            if path.exists():  # the process lives: it will be so the next time
+                watch.refused.add(file)
             return False
         watch.stubs = watch.stubs and stub
         watch.probes[file] = probes
@@ -428,7 +429,8 @@ class Maps:
             if name.startswith(GATE):
                 gates[file] = self._ours(file, f"/proc/{pid}/map_files/{parts[0]}")
             else:
-                drivers[file] = parts[5].removesuffix(" (deleted)")
+                # the mapped file itself, whatever lies at its path by now
+                drivers.setdefault(file, f"/proc/{pid}/map_files/{parts[0]}")
         return Mapped(drivers=drivers, gated=any(gates.values()), foreign=bool(gates))
 
     def _ours(self, file: File, path: str) -> bool:
