@@ -112,6 +112,10 @@ class NodeApi(Protocol):
         """Bind a tenant to a partition under a standalone lease; return the access document."""
         ...
 
+    def reset(self, device: str) -> bytes:
+        """Reset a device that nobody is on; return the reset document."""
+        ...
+
     def release_access(self, partition: str, tenant: str) -> bytes:
         """Give a standalone lease back; return the status of it."""
         ...
@@ -168,8 +172,8 @@ def _run(
         return _query(api, command.query)
     if kind == "apply_layout":
         return _apply(api, command, emit)
-    if kind == "audit":
-        return _document(api.audit(tuple(command.audit.subjects), tuple(command.audit.checks)))
+    if kind in ("audit", "reset_device"):
+        return _document(_done(api, command))
     if kind == "access":
         return _access(api, command.access)
     return api.handle(command)
@@ -181,6 +185,13 @@ def _query(api: NodeApi, query: pb.Query) -> pb.Reply:
     if query.document == "status":
         return _document(api.status())
     return _document(api.document(query.document, dict(query.options)))
+
+
+def _done(api: NodeApi, command: pb.BrainMessage) -> bytes:
+    """Return the document of an audit or a reset, after it was done."""
+    if command.WhichOneof("body") == "audit":
+        return api.audit(tuple(command.audit.subjects), tuple(command.audit.checks))
+    return api.reset(command.reset_device.device)
 
 
 def _access(api: NodeApi, access: pb.Access) -> pb.Reply:
@@ -738,6 +749,12 @@ class ControlClient:
 
         asked = pb.Access(partition=partition, tenant=tenant, pid=pid or 0)
         return self.document(pb.BrainMessage(access=asked))
+
+    def reset(self, device: str) -> bytes:
+        """Return the reset document of a device, after it was reset."""
+        from alloy_agent.proto import agent_pb2 as pb
+
+        return self.document(pb.BrainMessage(reset_device=pb.ResetDevice(device=device)))
 
     def release_access(self, partition: str, tenant: str) -> bytes:
         """Give back what `access` took."""

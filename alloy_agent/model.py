@@ -360,6 +360,15 @@ class Configure(Value, frozen=True, kw_only=True, tag="configure"):
 Step = SetMode | Destroy | Create | Configure
 
 
+class Reset(Value, frozen=True, kw_only=True, tag="reset"):
+    """Reset one device that nobody is on. No plan has it: only an operator asks for it."""
+
+    device: DeviceId
+
+
+DeviceStep = Step | Reset
+
+
 class Interrupt(Value, frozen=True, kw_only=True):
     """Whom a step disturbs: "partition" X, "device" Y, "hive" Z or the "node"."""
 

@@ -28,6 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from alloy_agent.errors import UnsupportedError
 from alloy_agent.model import (
     Capabilities,
     DeviceEvent,
@@ -143,3 +144,31 @@ class Backend(Protocol):
     def close(self) -> None:
         """Let go of everything; the backend is not used again."""
         ...
+
+
+@runtime_checkable
+class Resettable(Protocol):
+    """A backend that can reset a device. Its driver may refuse while anybody has it open."""
+
+    def reset(self, device: DeviceId) -> None:
+        """Reset the device; return once it is proved to be ready again.
+
+        Raises:
+            DeviceBusyError: Somebody is on it; nothing was done.
+            BackendError: It failed, or whether it happened cannot be told.
+        """
+        ...
+
+
+def reset(backend: Backend, device: DeviceId) -> None:
+    """Reset a device, if its backend can.
+
+    Raises:
+        UnsupportedError: This backend resets nothing.
+    """
+    if not isinstance(backend, Resettable):
+        raise UnsupportedError(
+            f"{device}: the agent does not reset devices of {backend.name}",
+            cure="use the vendor's own tool while the device is drained",
+        )
+    backend.reset(device)

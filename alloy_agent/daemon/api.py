@@ -18,6 +18,7 @@ from alloy_agent.daemon.documents import (
     DoctorDocument,
     PlanDocument,
 )
+from alloy_agent.daemon.resetting import ResetDocument
 from alloy_agent.model import ApplyReport, AuditResult, PartitionId, Scope, Value
 
 
@@ -68,6 +69,10 @@ class NodeApi(Protocol):
 
     def access(self, partition: str, tenant: str | None, pid: int | None) -> AccessDocument:
         """Bind a tenant (and its process) to a partition; return how to be inside of it."""
+        ...
+
+    def reset(self, device: str) -> ResetDocument:
+        """Reset a device that nobody is on; return once it is proved to be ready again."""
         ...
 
     def audit(self) -> AuditResult:

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from alloy_agent.conformance.shares import SharesOnHost
     from alloy_agent.daemon import documents
     from alloy_agent.daemon.api import LayoutRequest, OnProgress
+    from alloy_agent.daemon.resetting import ResetDocument
     from alloy_agent.daemon.tenancy import Tenancy
     from alloy_agent.observer import Observer
     from alloy_agent.reconciler import Reconciler
@@ -385,6 +386,14 @@ class Node:
             gone = self.store.unbind(found.id, tenant=TenantId(tenant) if tenant else None)
             self.sweep_fences()
         return gone
+
+    def reset(self, device: str) -> ResetDocument:
+        """Reset a device that nobody is on; return once it is proved to be ready again."""
+        from alloy_agent.daemon.resetting import reset_device
+
+        self._changer()
+        with self._changing:
+            return reset_device(self, device)
 
     def sweep_fences(self) -> None:
         """Take away the device fences of tenants that are gone. It can be repeated."""

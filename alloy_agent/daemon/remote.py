@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from alloy_agent.conformance.keeper.messages import JoinedDocument, ShareDocument
     from alloy_agent.control import ControlClient
     from alloy_agent.daemon.live import TopDocument
+    from alloy_agent.daemon.resetting import ResetDocument
     from alloy_agent.model import ApplyReport, AuditResult
     from alloy_agent.proto import agent_pb2 as pb
 
@@ -113,6 +114,12 @@ class RemoteNode:
     def access(self, partition: str, tenant: str | None, pid: int | None) -> AccessDocument:
         """Have the daemon bind a tenant."""
         return _decode(self._client.access(partition, tenant or "", pid), AccessDocument)
+
+    def reset(self, device: str) -> ResetDocument:
+        """Have the daemon reset a device."""
+        from alloy_agent.daemon.resetting import ResetDocument
+
+        return _decode(self._client.reset(device), ResetDocument)
 
     def audit(self) -> AuditResult:
         """Have the daemon run every check now."""

@@ -138,6 +138,13 @@ class NodeService:
         self._touched()
         return msgspec.json.encode(document)
 
+    def reset(self, device: str) -> bytes:
+        """Reset a device; return the reset document."""
+        try:
+            return msgspec.json.encode(self._node.reset(device))
+        finally:
+            self._touched()
+
     def release_access(self, partition: str, tenant: str) -> bytes:
         """Take a tenant's binding back; return how many there were."""
         released = self._node.release(partition, tenant)

@@ -534,6 +534,7 @@ class BrainMessage(_message.Message):
     QUERY_FIELD_NUMBER: _builtins.int
     ACCESS_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
+    RESET_DEVICE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique per command of one brain; empty for Welcome, Ack, RetryHint and Echo."""
     epoch: _builtins.int
@@ -572,6 +573,8 @@ class BrainMessage(_message.Message):
     def access(self) -> Global___Access: ...
     @_builtins.property
     def join(self) -> Global___Join: ...
+    @_builtins.property
+    def reset_device(self) -> Global___ResetDevice: ...
     def __init__(
         self,
         *,
@@ -594,12 +597,13 @@ class BrainMessage(_message.Message):
         query: Global___Query | None = ...,
         access: Global___Access | None = ...,
         join: Global___Join | None = ...,
+        reset_device: Global___ResetDevice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "join", b"join", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "join", b"join", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "reset_device", b"reset_device", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "epoch", b"epoch", "id", b"id", "join", b"join", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "ack", b"ack", "apply_layout", b"apply_layout", "audit", b"audit", "body", b"body", "commit", b"commit", "drain", b"drain", "echo", b"echo", "epoch", b"epoch", "id", b"id", "join", b"join", "query", b"query", "release", b"release", "renew", b"renew", "reserve", b"reserve", "reset_device", b"reset_device", "retry_hint", b"retry_hint", "set_rate_policy", b"set_rate_policy", "snapshot", b"snapshot", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "retry_hint", "reserve", "commit", "renew", "release", "apply_layout", "drain", "undrain", "audit", "set_rate_policy", "snapshot", "echo", "query", "access", "join"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ack", "retry_hint", "reserve", "commit", "renew", "release", "apply_layout", "drain", "undrain", "audit", "set_rate_policy", "snapshot", "echo", "query", "access", "join", "reset_device"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1083,6 +1087,27 @@ class Drain(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class ResetDevice(_message.Message):
+    """Reset a device that nobody is on. Over the node's own socket only."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResetDevice: _TypeAlias = ResetDevice  # noqa: Y015
 
 @_typing.final
 class Undrain(_message.Message):

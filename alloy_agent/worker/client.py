@@ -40,12 +40,12 @@ from alloy_agent.model import (
     Capabilities,
     DeviceEvent,
     DeviceId,
+    DeviceStep,
     Diagnosis,
     Fact,
     Observation,
     Signal,
     SignalSpec,
-    Step,
     Value,
     WorkerState,
 )
@@ -318,8 +318,8 @@ class Worker:
                 out[device] = exc
         return out
 
-    def apply(self, step: Step, deadline_s: float | None = None) -> None:
-        """Do one step on its device.
+    def apply(self, step: DeviceStep, deadline_s: float | None = None) -> None:
+        """Do one step on its device, or reset it.
 
         Raises:
             DeviceStalledError: The outcome is open; observe before going on.
@@ -433,12 +433,12 @@ class Worker:
     # --- asking ---
 
     def _ask(
-        self, method: str, device: DeviceId | None, within_s: float, step: Step | None = None
+        self, method: str, device: DeviceId | None, within_s: float, step: DeviceStep | None = None
     ) -> Any:
         return self._finish(self._begin(method, device, within_s, step), within_s)
 
     def _begin(
-        self, method: str, device: DeviceId | None, within_s: float, step: Step | None = None
+        self, method: str, device: DeviceId | None, within_s: float, step: DeviceStep | None = None
     ) -> _Pending:
         until_s = time.monotonic() + within_s
         if device is not None and device in self._blame.quarantined:

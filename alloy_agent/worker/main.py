@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from alloy_agent.backends.base import Backend
-    from alloy_agent.model import DeviceEvent, DeviceId
+    from alloy_agent.model import DeviceEvent, DeviceId, DeviceStep
 
 LOG = logging.getLogger(__name__)
 PR_SET_PDEATHSIG: Final = 1
@@ -263,7 +263,7 @@ class Server:
 
             def apply() -> object:
                 seat.respec = True  # even a failed step may have changed something
-                backend.apply(step)
+                _apply(backend, step)
                 return None
 
             return apply
@@ -432,6 +432,16 @@ def _open_backend(start: wire.Start) -> Backend:
     from alloy_agent.backends import BackendSpec, open_backend
 
     return open_backend(BackendSpec(name=start.name, options=start.options))
+
+
+def _apply(backend: Backend, step: DeviceStep) -> None:
+    from alloy_agent.backends.base import reset
+    from alloy_agent.model import Reset
+
+    if isinstance(step, Reset):
+        reset(backend, step.device)
+    else:
+        backend.apply(step)
 
 
 def _die_with(parent: int) -> None:

@@ -25,9 +25,9 @@ from alloy_agent.model import (
     Capabilities,
     DeviceEvent,
     DeviceId,
+    DeviceStep,
     Json,
     SignalSpec,
-    Step,
     Value,
 )
 
@@ -72,7 +72,7 @@ class Call(Value, frozen=True, kw_only=True, tag="call"):
     method: str
     deadline_monotonic_s: float
     device: DeviceId | None = None
-    step: Step | None = None
+    step: DeviceStep | None = None
 
 
 class Pace(Value, frozen=True, kw_only=True, tag="pace"):

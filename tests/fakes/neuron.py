@@ -11,12 +11,14 @@ tools documentation (documents of the two programs).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,61 @@ class FakeNeuronHost:
         memory = self.core(number, core) / "stats/memory_usage/device_mem"
         _counter(memory, used_bytes)
         _counter(memory / "tensors", used_bytes)
+
+    # --- resets ---
+
+    @contextlib.contextmanager
+    def driver_that_resets(
+        self, *, fails: bool = False, silent: bool = False, hangs: bool = False
+    ) -> Iterator[None]:
+        """Act on writes to `reset` meanwhile, in the driver's own time.
+
+        Args:
+            fails: The device does not come back.
+            silent: Nothing is done, as while somebody has the node open.
+            hangs: It stays in the middle.
+        """
+        over = threading.Event()
+        files = {self.number(d): self.folder(self.number(d)) / "reset" for d in self.devices}
+        written = {number: file.stat().st_mtime_ns for number, file in files.items()}
+
+        def serve() -> None:
+            while not over.wait(0.005):
+                for number, file in files.items():
+                    changed = file.stat().st_mtime_ns
+                    if changed == written[number]:
+                        continue
+                    held = self.machine.holders(self._device(number).id)
+                    if not (silent or held):
+                        self._reset(number, over, fails=fails, hangs=hangs)
+                    written[number] = file.stat().st_mtime_ns
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _reset(self, number: int, over: threading.Event, *, fails: bool, hangs: bool) -> None:
+        file = self.folder(number) / "reset"
+        for core in range(self.board.cores):
+            self._bump(number, core, "reset_req_count")
+        _write(file, "0\n", 0o600)
+        over.wait(60.0 if hangs else 0.4)
+        if fails:
+            for core in range(self.board.cores):
+                self._bump(number, core, "reset_fail_count")
+        _write(file, "2\n" if fails else "1\n", 0o600)
+
+    def _bump(self, number: int, core: int, name: str) -> None:
+        folder = self.core(number, core) / f"stats/other_info/{name}"
+        if folder.exists():  # no driver counts what it does not tell
+            _counter(folder, int((folder / "total").read_text()) + 1)
+
+    def _device(self, number: int) -> DeviceState:
+        return next(d for d in self.devices if self.number(d) == number)
 
     # --- processes ---
 

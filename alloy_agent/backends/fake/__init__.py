@@ -43,7 +43,7 @@ from alloy_agent.backends.fake.neuron import NeuronHalf
 from alloy_agent.backends.fake.nvidia import NvidiaHalf
 from alloy_agent.backends.fake.sampling import Column, Sampler, columns
 from alloy_agent.backends.fake.words import find_grant, translated
-from alloy_agent.errors import UnsupportedError
+from alloy_agent.errors import BackendError, DeviceBusyError, UnsupportedError
 from alloy_agent.model import (
     Capabilities,
     Configure,
@@ -141,6 +141,23 @@ class FakeBackend:
                 half.destroy(step.partition)
             else:
                 self._configure(step)
+
+    def reset(self, device: DeviceId) -> None:
+        """Reset a Neuron device that nobody holds, as its driver would."""
+        if _vendor(self.machine, device) is not Vendor.NEURON:
+            raise UnsupportedError(
+                f"{device}: this simulated device is not reset", cure="restart the agent"
+            )
+        with translated(device):
+            held = self.machine.holders(device)
+            if held:
+                raise DeviceBusyError(
+                    f"{device}: its node is open in {', '.join(map(str, held[:8]))}",
+                    cure="end them",
+                )
+            self.machine.neuron(device).reset()
+            if self.machine.device(device).needs_reset:
+                raise BackendError(f"{device}: the reset has failed", cure="replace the instance")
 
     def _configure(self, step: Configure) -> None:
         grant = find_grant(self.machine, step.partition)

@@ -13,7 +13,7 @@ from alloy_agent.backends.neuron import facts as evidence
 from alloy_agent.backends.neuron.access import Run, access_of
 from alloy_agent.backends.neuron.board import Board, BoardReader, describe, physical
 from alloy_agent.backends.neuron.doctor import diagnose
-from alloy_agent.backends.neuron.events import EventSource
+from alloy_agent.backends.neuron.events import EventSource, reset_event
 from alloy_agent.backends.neuron.groups import group_access, refuse_group
 from alloy_agent.backends.neuron.holders import KernelNumbers, NodeNumbers, Scan, Scanner
 from alloy_agent.backends.neuron.listing import Lister, Listing
@@ -21,6 +21,7 @@ from alloy_agent.backends.neuron.monitor import Monitor, Report
 from alloy_agent.backends.neuron.occupancy import Occupant, occupants, place_of
 from alloy_agent.backends.neuron.options import NeuronOptions
 from alloy_agent.backends.neuron.record import Contents, DeviceRecord, Grant, Record
+from alloy_agent.backends.neuron.reset import reset_device
 from alloy_agent.backends.neuron.signals import Sampler, columns
 from alloy_agent.backends.neuron.tree import DeviceTree, NeuronTree, read_attribute, whole_number
 from alloy_agent.errors import (
@@ -383,6 +384,17 @@ class NeuronBackend:
             return msgspec.structs.replace(record, grants=grants)
 
         self._record.change(step.device, update)
+
+    def reset(self, device: DeviceId) -> None:
+        """Reset the device through the driver; return once it is proved to be ready again."""
+        board, tree = self._board(device)
+
+        def holders() -> tuple[str, ...]:
+            return tuple(holder.named() for holder in self._scan().of(board.number))
+
+        with self.monitor.paused():
+            reset_device(tree, board.cores, holders)
+        self._events.tell(reset_event(device))
 
     # --- telemetry ---
 

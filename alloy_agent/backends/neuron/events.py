@@ -7,15 +7,23 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from alloy_agent.backends.neuron.board import Board
+from alloy_agent.backends.neuron.board import Board, physical
 from alloy_agent.backends.neuron.health import (
     ADVICE,
+    HUNG,
+    LINK_ADVICE,
+    LINK_CODE,
     Claim,
     ErrorClass,
+    Hang,
+    HangRule,
+    hung_cores,
     judge_claim,
+    judge_hangs,
     moved,
     parse_line,
 )
@@ -44,6 +52,9 @@ CORE_COUNTERS: Final = (
     "timeout",
 )
 
+TOLD_MAX: Final = 64
+HANGS_MAX: Final = 64  # of one device, far more than the rule asks for
+
 Boards = Mapping[DeviceId, tuple[Board, DeviceTree]]
 
 
@@ -58,6 +69,8 @@ def read_counters(tree: DeviceTree, cores: int) -> dict[str, int | None]:
         ]
         known = [value for value in values if value is not None]
         counters[f"core:{name}"] = sum(known) if known else None
+        if name == HUNG:
+            counters |= {f"core{core}:{HUNG}": value for core, value in enumerate(values)}
     return counters
 
 
@@ -109,6 +122,8 @@ class EventSource:
         self._log = KernelLog(kernel_log)
         self._lock = threading.Lock()
         self._counters: dict[DeviceId, dict[str, int | None]] = {}
+        self._hangs: dict[DeviceId, tuple[Hang, ...]] = {}
+        self._told: deque[DeviceEvent] = deque(maxlen=TOLD_MAX)
         self._contents: Contents | None = None
         self._looked_s = 0.0
         self._closed = False
@@ -126,18 +141,25 @@ class EventSource:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while not self._closed:
-                events = (*self._granted(record), *self._faults(boards))
+                events = (*self._own(), *self._granted(record), *self._faults(boards, record))
                 left = deadline - time.monotonic()
                 if events or left <= 0:
                     return events
                 self._pause(min(left, POLL_S))
         return ()
 
+    def tell(self, event: DeviceEvent) -> None:
+        """Have an event that this process caused returned by the next `wait`."""
+        self._told.append(event)
+
     def close(self) -> None:
         """Let go of the log; a waiting call returns soon."""
         self._closed = True
         with self._lock:
             self._log.close()
+
+    def _own(self) -> tuple[DeviceEvent, ...]:
+        return tuple(self._told.popleft() for _ in range(len(self._told)))
 
     def _pause(self, wait_s: float) -> None:
         descriptor = self._log.descriptor()
@@ -177,7 +199,7 @@ class EventSource:
 
     # --- faults ---
 
-    def _faults(self, boards: Callable[[], Boards]) -> tuple[DeviceEvent, ...]:
+    def _faults(self, boards: Callable[[], Boards], record: Record) -> tuple[DeviceEvent, ...]:
         claims = [claim for line in self._log.lines() if (claim := parse_line(line)) is not None]
         due = time.monotonic() - self._looked_s >= COUNTERS_S
         if not claims and not due:
@@ -186,7 +208,7 @@ class EventSource:
         there = boards()
         before, after = self._counters, self._read(there)
         self._counters = after
-        events = []
+        events = list(self._links(there, before, after, record))
         told: set[tuple[DeviceId, ErrorClass]] = set()
         for claim in claims:
             device = _device_of(claim, there)
@@ -205,8 +227,51 @@ class EventSource:
                     events.append(_event(device, f"neuron:{error}", f"{how}; {ADVICE[error].text}"))
         return tuple(events)
 
+    def _links(
+        self,
+        there: Boards,
+        before: Mapping[DeviceId, Mapping[str, int | None]],
+        after: Mapping[DeviceId, Mapping[str, int | None]],
+        record: Record,
+    ) -> Iterator[DeviceEvent]:
+        """Yield a fault for each device whose collectives hang under one grant after another."""
+        now_s = boottime_s()
+        for device, counters in after.items():
+            hung = hung_cores(before.get(device, {}), counters)
+            if not hung:
+                continue
+            known = self._hangs.get(device, ())
+            owners = _owners(there[device][0], hung, record)
+            recent = (*known, *(Hang(time_s=now_s, tenant=owner) for owner in owners))
+            rule = HangRule()
+            kept = tuple(h for h in recent if now_s - h.time_s <= rule.within_s)[-HANGS_MAX:]
+            self._hangs[device] = kept
+            if judge_hangs(kept, now_s, rule) is LINK_ADVICE:
+                tenants = len({hang.tenant for hang in kept})
+                detail = f"{len(kept)} hangs under {tenants} grants; {LINK_ADVICE.text}"
+                yield _event(device, LINK_CODE, detail)
+
     def _read(self, there: Boards) -> dict[DeviceId, dict[str, int | None]]:
         return {device: read_counters(tree, board.cores) for device, (board, tree) in there.items()}
+
+
+def _owners(board: Board, hung: tuple[int, ...], record: Record) -> tuple[str, ...]:
+    """Return whose runs the hung cores are in; "nobody" for those that are not granted."""
+    try:
+        grants = record.read().of(board.id).grants
+    except BackendError:
+        return ("unknown",)
+    found = []
+    for grant in grants:
+        units = physical(board, grant.lnc, range(grant.start, grant.start + grant.size))
+        if units is None or set(units) & set(hung):
+            found.append(grant.incarnation)
+    return tuple(found) or ("nobody",)
+
+
+def reset_event(device: DeviceId) -> DeviceEvent:
+    """Return the event of a reset that was done and proved."""
+    return _event(device, "neuron:reset", "reset by the operator, and ready again", "reset")
 
 
 def _device_of(claim: Claim, there: Boards) -> DeviceId | None:

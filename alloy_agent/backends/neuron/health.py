@@ -88,6 +88,8 @@ ADVICE: Final[dict[ErrorClass, Advice]] = {
         action="observe", scope=Scope.DEVICE, text="workload or device; it counts when repeated"
     ),
 }
+HUNG: Final = "hw_collectives_error"  # the cores' counter of collectives that did not come back
+LINK_CODE: Final = "neuron:link_suspect"
 LINK_ADVICE: Final = Advice(
     action="replace",
     scope=Scope.NODE,
@@ -187,6 +189,19 @@ def moved(
             if old is not None and new is not None and new > old:
                 found.append((error, f"{name} went from {old} to {new}"))
                 break
+    return tuple(found)
+
+
+def hung_cores(
+    before: Mapping[str, int | None], after: Mapping[str, int | None]
+) -> tuple[int, ...]:
+    """Return the physical cores whose count of hung collectives grew."""
+    found = []
+    for name, new in after.items():
+        core, _, counter = name.partition(":")
+        old = before.get(name)
+        if counter == HUNG and core != "core" and old is not None and new is not None and new > old:
+            found.append(int(core.removeprefix("core")))
     return tuple(found)
 
 

@@ -10,11 +10,13 @@ sums of `execution_stats` are those of one period, latencies are null where noth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -31,6 +33,7 @@ SILENT_PERIODS: Final = 5.0  # without a report for so long the child counts as 
 SILENT_MIN_S: Final = 5.0
 BACK_OFF_FIRST_S: Final = 1.0
 BACK_OFF_MAX_S: Final = 60.0
+PAUSE_POLL_S: Final = 0.2
 STEADY_S: Final = 30.0  # a child that lived this long was well
 
 
@@ -234,6 +237,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
+        self._paused = 0
         self._reports = self._restarts = self._dropped = self._skipped = 0
         self._problem = "not started"
         self._window = (0.0, 0)
@@ -289,6 +293,21 @@ class Monitor:
                 problem=self._problem,
             )
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the child away meanwhile: it has device nodes open, which forbids a reset."""
+        with self._changed:
+            self._paused += 1
+            child = self._child
+        if child is not None:
+            child.kill()
+            child.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._paused -= 1
+
     def close(self) -> None:
         """End the child and its reader."""
         self._closing.set()
@@ -304,6 +323,9 @@ class Monitor:
     def _run(self) -> None:
         back_off_s = BACK_OFF_FIRST_S
         while not self._closing.is_set():
+            if self._paused:
+                self._closing.wait(PAUSE_POLL_S)
+                continue
             began_s = time.monotonic()
             problem = self._one_child()
             with self._changed:
@@ -334,9 +356,10 @@ class Monitor:
             os.close(settings)
         with self._changed:
             self._child = child
+            unwanted = self._closing.is_set() or self._paused > 0
         try:
-            if self._closing.is_set():
-                return "closing"
+            if unwanted:
+                return "not wanted now"
             return self._read(child)
         finally:
             child.kill()
