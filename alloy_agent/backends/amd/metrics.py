@@ -5,7 +5,9 @@ library fills what is missing with zeros. A field that the firmware does not giv
 in its own width or as 0xFFFF in a wider one; both read as None.
 
 The layouts are fields and offsets of `struct gpu_metrics_v1_*` in the kernel's
-`kgd_pp_interface.h`. Revision 1.9 and later describe themselves and are not read here.
+`kgd_pp_interface.h` (`curr_socket_power` is called `current_socket_power` here, as the library
+does); a test derives every offset from the order and widths of the fields. Revision 1.9 and later
+describe themselves and are not read here.
 """
 
 from __future__ import annotations
@@ -94,14 +96,14 @@ LAYOUTS: Final[dict[int, Layout]] = {
         },
     ),
     5: Layout(
-        sizes=(328,),
+        sizes=(360,),
         fields={
             **_HEAD,
-            "energy_accumulator": ("Q", 56),
-            "system_clock_counter": ("Q", 64),
-            "gfx_activity_acc": ("I", 88),
-            "mem_activity_acc": ("I", 92),
-            "firmware_timestamp": ("Q", 272),
+            "energy_accumulator": ("Q", 88),
+            "system_clock_counter": ("Q", 96),
+            "gfx_activity_acc": ("I", 120),
+            "mem_activity_acc": ("I", 124),
+            "firmware_timestamp": ("Q", 304),
         },
     ),
     6: Layout(
