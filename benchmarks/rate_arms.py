@@ -27,6 +27,7 @@ from alloy_agent.conformance.rate import (
 from alloy_agent.silicon.accelerator.simulation import View
 
 BLOCKS_PER_S: Final = 10_000_000.0  # ten thousand blocks a millisecond of device time
+LEASE_S: Final = 0.05  # of the product's gate
 QUEUE: Final = 64  # launches that a driver takes before it makes the caller wait
 
 
@@ -236,10 +237,13 @@ class Ours:
         self.order = order_of(self.state, self.limits)
         self.bucket = Bucket()
         self.openings: list[tuple[float, float]] = []
-        self.baselines: list[tuple[float, int]] = []
+        self._orphaned = False
 
     def admit(self, view: View, now_s: float, kernel_s: float, held_s: float) -> float:
         """Ask the product's gate."""
+        if now_s - view.agent_gone_s > LEASE_S:
+            self._orphaned = True
+            return math.inf
         seen = ProductionView(
             outstanding=view.outstanding > 0,
             idle_since_s=view.idle_since_s,
@@ -253,6 +257,8 @@ class Ours:
 
     def tick(self, view: View, now_s: float) -> None:
         """Run the product's tick."""
+        if self._orphaned:  # this one is a successor
+            self.state, self._orphaned = RateState(heard_s=now_s, held_s=now_s), False
         self.state = tick(self.state, sample_of(view, now_s), self.limits)
         self.order = order_of(self.state, self.limits)
         self.openings.append((now_s, self.state.opening))
@@ -280,6 +286,7 @@ def sample_of(view: View, now_s: float) -> RateSample:
                 kernels=b.kernels,
                 signature=b.signature,
                 contended=b.contended,
+                overlap_s=b.overlap_s,
             )
             for b in view.bursts
         ),

@@ -107,9 +107,12 @@ def expected_busy_s(baseline: Baseline, burst: Burst) -> float | None:
 
 
 def expected_cycle_s(baseline: Baseline, burst: Burst) -> float | None:
-    """Return how long pause and burst take alone, or None where that was never seen."""
+    """Return how long pause and burst take alone; None where that was never seen, or varies.
+
+    Requests that come when they like have no period: the median of theirs is far from the mean.
+    """
     solo = solo_of(baseline, burst.signature)
-    return median(solo.cycle_s) if solo else None
+    return median(solo.cycle_s) if solo and _alike(solo.cycle_s) else None
 
 
 def known(baseline: Baseline, signature: int) -> int:
@@ -123,10 +126,13 @@ def quiet_s(baseline: Baseline) -> tuple[float, float] | None:
     gaps = baseline.gaps_s
     if len(gaps) < FEWEST_GAPS:
         return None
-    early_s, late_s = quantile(gaps, 0.05), quantile(gaps, 0.95)
-    if early_s <= 0.0 or late_s - early_s > SPREAD_RATIO * early_s:
-        return None
-    return early_s, late_s
+    return (quantile(gaps, 0.05), quantile(gaps, 0.95)) if _alike(gaps) else None
+
+
+def _alike(values: Sequence[float]) -> bool:
+    """Whether nine out of ten differ so little that the next one can be predicted."""
+    early, late = quantile(values, 0.05), quantile(values, 0.95)
+    return early > 0.0 and late - early <= SPREAD_RATIO * early
 
 
 def _learn_gap(baseline: Baseline, burst: Burst) -> Baseline:

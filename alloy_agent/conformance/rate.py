@@ -47,7 +47,7 @@ class Slo(StrEnum):
     """What production was promised."""
 
     STRETCH = "stretch"  # mean length of its bursts
-    THROUGHPUT = "throughput"  # mean period of its bursts
+    THROUGHPUT = "throughput"  # mean period of its bursts; their length where requests come at will
     P99 = "p99"  # 99th percentile of the length of its bursts
 
 
@@ -58,6 +58,7 @@ class Stage(StrEnum):
     CONTROLLING = "controlling"
     IDLE = "idle"  # production is silent: all is lent, the gate stays armed
     BLIND = "blind"  # no fresh word of production: neighbours are held, then frozen
+    UNMETERED = "unmetered"  # production's ends are not told: a small fixed share, nothing judged
 
 
 class RateLimits(Value, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ class RateLimits(Value, frozen=True, kw_only=True):
     slo: Slo = Slo.STRETCH
     budget_ratio: float = 0.02
     opening_min: float = 0.02
-    opening_max: float = 2.0
+    opening_max: float = 3.0  # reaches past a pause by two launches of the longest time allowed
     step_up: float = 0.03
     step_up_ratio: float = 0.2
     step_down: float = 0.02
@@ -82,6 +83,7 @@ class RateLimits(Value, frozen=True, kw_only=True):
     hold_at_most_s: float = 0.5
     blind_after_s: float = 0.25
     share_max_ratio: float = 1.0  # of the device's time, for all neighbours together
+    unmetered_share_ratio: float = 0.05  # the same while production's completions are unknown
 
 
 class RateSample(Value, frozen=True, kw_only=True):
@@ -94,6 +96,7 @@ class RateSample(Value, frozen=True, kw_only=True):
     alive: bool = True  # the production tenant has a process
     heard_s: float | None = None  # None: no page was readable this time
     comparable: bool = True  # False: power, thermal or clock throttling in this window
+    metered: bool = True  # False: production's library does not tell when launches are done
 
 
 class RateState(Value, frozen=True, kw_only=True):
@@ -249,6 +252,9 @@ def order_of(state: RateState, limits: RateLimits) -> GateOrder:
     cap_s = outstanding_cap_s(state, limits)
     if state.stage in {Stage.BLIND, Stage.LEARNING}:
         return GateOrder(stopped=True, outstanding_s=cap_s, share_max_ratio=limits.share_max_ratio)
+    if state.stage is Stage.UNMETERED:
+        share_ratio = min(limits.share_max_ratio, limits.unmetered_share_ratio)
+        return GateOrder(outstanding_s=cap_s, share_max_ratio=share_ratio)
     span = quiet_s(state.baseline)
     open_ = GateOrder(
         duty_ratio=1.0 if state.stage is Stage.IDLE else min(1.0, state.opening),
@@ -309,7 +315,7 @@ def _heard(state: RateState, sample: RateSample) -> RateState:
 
 def _judged(state: RateState, sample: RateSample, limits: RateLimits) -> RateState:
     """Return the state with the loss of these bursts, and with what clean ones taught."""
-    if not sample.bursts:
+    if not sample.bursts or not sample.metered:
         return state
     if not sample.comparable:
         return msgspec.structs.replace(state, excluded=state.excluded + len(sample.bursts))
@@ -334,13 +340,13 @@ def _judged(state: RateState, sample: RateSample, limits: RateLimits) -> RateSta
 
 def _cost(baseline: Baseline, burst: Burst, limits: RateLimits) -> tuple[float, float | None]:
     """Return what a burst took and what it takes alone, by the promise that was made."""
-    if limits.slo is not Slo.THROUGHPUT:
+    cycle_s = expected_cycle_s(baseline, burst) if limits.slo is Slo.THROUGHPUT else None
+    if cycle_s is None:
         alone_s = expected_busy_s(baseline, burst)
         return _blamed_s(burst, alone_s), alone_s
-    alone_s = expected_cycle_s(baseline, burst)
-    if alone_s is not None and burst.gap_s > max(2.0 * alone_s, limits.idle_after_s):
+    if burst.gap_s > max(2.0 * cycle_s, limits.idle_after_s):
         return burst.cycle_s, None  # it paused by its own will
-    return burst.cycle_s, alone_s
+    return burst.cycle_s, cycle_s
 
 
 def _blamed_s(burst: Burst, alone_s: float | None) -> float:
@@ -358,6 +364,8 @@ def _blamed_s(burst: Burst, alone_s: float | None) -> float:
 def _stage(state: RateState, sample: RateSample, limits: RateLimits) -> Stage:
     if sample.now_s - state.heard_s > limits.blind_after_s and sample.alive:
         return Stage.BLIND
+    if not sample.metered and sample.alive:
+        return Stage.UNMETERED
     if not sample.outstanding and sample.now_s - state.active_s > limits.idle_after_s:
         return Stage.IDLE
     if known(state.baseline, state.signature) < limits.hold_bursts:

@@ -17,6 +17,8 @@ from alloy_agent.conformance.gate.build import library
 from alloy_agent.conformance.gate.device import SharedDevice
 from alloy_agent.errors import UnsupportedError
 
+# the kernel ends it when the thread that started it ends, be it by kill -9
+DIES_WITH_US = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--")
 LOAD = """
 import ctypes, os, sys, time
 emu = ctypes.CDLL(os.environ["ALLOY_EMU_LIBRARY"])
@@ -63,10 +65,14 @@ class Bench:
         assert process.stdout.readline() == "ready\n"
         return process
 
-    def start(self, argv: list[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, argv: list[str], env: dict[str, str] | None = None, stdin: int | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a process that ends with this one, however this one ends."""
         process = subprocess.Popen(
-            argv,
+            [*DIES_WITH_US, *argv],
             env={**os.environ, **(env or {})},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -90,7 +96,7 @@ class Bench:
         return shared
 
 
-def eventually(holds: Callable[[], bool], within_s: float = 15.0) -> bool:
+def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> bool:
     """Return whether something becomes true before a generous while has passed."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
@@ -119,5 +125,6 @@ def bench(libraries: tuple[Path, Path]) -> Iterator[Bench]:
         for process in made.started:
             process.kill()
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()

@@ -49,7 +49,7 @@ from alloy_agent.conformance.sequential import (
 from alloy_agent.silicon.accelerator.engine import Engine, Mode, Work
 from alloy_agent.silicon.accelerator.workloads import T1, T2, T3, T4, T5, T6, Trace
 from benchmarks.rate_arms import Ours, Solo, Tgs, Uncontrolled
-from benchmarks.rate_control import measure_cell, run
+from benchmarks.rate_cells import measure_cell, run
 
 
 def burst(

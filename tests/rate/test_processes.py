@@ -38,14 +38,6 @@ from alloy_agent.host.cgroups import Cgroup, detect
 from alloy_agent.host.clock import boottime_s
 from tests.rate.conftest import NEIGHBOUR, PRODUCTION, Bench, eventually
 
-ENTRIES = (
-    *("cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync", "cuLaunchKernel", "cuLaunchKernel_ptsz"),
-    *("cuLaunchKernelEx", "cuLaunchKernelEx_ptsz", "cuLaunchCooperativeKernel"),
-    *("cuLaunchCooperativeKernel_ptsz", "cuGraphLaunch", "cuGraphLaunch_ptsz"),
-    *("hipLaunchKernel", "hipLaunchKernel_spt", "hipExtLaunchKernel", "hipModuleLaunchKernel"),
-    *("hipExtModuleLaunchKernel", "hipLaunchCooperativeKernel", "hipGraphLaunch"),
-    *("emuLaunchKernel", "emuGraphLaunch"),
-)
 IS_ROOT = os.geteuid() == 0
 
 
@@ -134,68 +126,6 @@ def test_the_gate_in_c_decides_like_the_gate_in_python(  # noqa: PLR0917
         assert wait_ns == (1 << 64) - 1
     else:
         assert wait_ns * 1e-9 == pytest.approx(when_s - now_s, abs=2e-6)
-
-
-# --- coverage ------------------------------------------------------------------------------------
-
-WAYS = """
-import ctypes, os, sys
-flags = {"deepbind": os.RTLD_DEEPBIND | os.RTLD_NOW}.get(sys.argv[2], os.RTLD_NOW)
-emu = ctypes.CDLL(os.environ["ALLOY_EMU_LIBRARY"], mode=flags)
-out = ctypes.c_void_p()
-call = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_size_t] * 12)
-for name in sys.argv[3:]:
-    if sys.argv[2] in ("dlsym", "deepbind"):
-        out.value = ctypes.cast(getattr(emu, name), ctypes.c_void_p).value
-    elif sys.argv[2] == "v1":
-        at = ctypes.byref(out)
-        assert emu.cuGetProcAddress(name.encode(), at, 11030, ctypes.c_uint64(0)) == 0
-    else:
-        get = emu.hipGetProcAddress if sys.argv[2] == "hip" else emu.cuGetProcAddress_v2
-        assert get(name.encode(), ctypes.byref(out), 12000, ctypes.c_uint64(0), None) == 0
-    assert call(out.value)(7, 100, *[0] * 10) == 0
-emu.emuSynchronize()
-"""
-
-
-@pytest.mark.parametrize("way", ["dlsym", "deepbind", "v1", "v2", "hip"])
-def test_every_entry_point_is_counted_by_every_way(bench: Bench, way: str) -> None:
-    """Each launch entry, found in each way, raises the tenant's counter by one."""
-    bench.device()
-    env = bench.share().add("p", "production")
-    page = StatePage(Path(env["ALLOY_GATE_STATE"]))
-    argv = [sys.executable, "-c", WAYS, "0", way, *ENTRIES]
-    paths = {
-        "ALLOY_EMU_LIBRARY": str(bench.driver),
-        "ALLOY_EMU_SOCKET": str(bench.socket),
-        "LD_PRELOAD": str(bench.gate),
-    }
-    assert bench.start(argv, {**env, **paths}).wait(30) == 0
-    assert launched(page) == len(ENTRIES)
-    page.close()
-
-
-def test_directly_linked_programs_are_counted(bench: Bench, tmp_path: Path) -> None:
-    """A program linked to the driver library, in an odd place, is counted as well."""
-    bench.device()
-    calls = "".join(f"bad |= {name}(7, 100, 0,0,0,0,0,0,0,0,0,0) != 0;" for name in ENTRIES)
-    heads = "".join(f"long {name}();" for name in ENTRIES)
-    source = tmp_path / "odd place.c"
-    source.write_text(
-        f"{heads} long emuSynchronize(); int main() {{ int bad = 0; {calls}"
-        " emuSynchronize(); return bad; }",
-        encoding="ascii",
-    )
-    program = tmp_path / "program"
-    subprocess.run(
-        ["/usr/bin/cc", "-w", str(source), str(bench.driver), "-o", str(program)], check=True
-    )
-    env = bench.share().add("p", "production")
-    page = StatePage(Path(env["ALLOY_GATE_STATE"]))
-    paths = {"ALLOY_EMU_SOCKET": str(bench.socket), "LD_PRELOAD": str(bench.gate)}
-    assert bench.start([str(program)], {**env, **paths}).wait(30) == 0
-    assert launched(page) == len(ENTRIES)
-    page.close()
 
 
 # --- leases, crashes, forgeries ---------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,13 @@ import msgspec
 
 from alloy_agent.conformance.baseline import Burst
 from alloy_agent.conformance.gate.freezer import Freezer
-from alloy_agent.conformance.gate.pages import OrderPage, Slot, StatePage, make_state
+from alloy_agent.conformance.gate.pages import (
+    Completions,
+    OrderPage,
+    Slot,
+    StatePage,
+    make_state,
+)
 from alloy_agent.conformance.rate import (
     GateOrder,
     RateLimits,
@@ -50,6 +56,7 @@ LEASE_S: Final = 0.05
 RENEW_S: Final = 0.02
 TICK_S: Final = 0.1
 REMEMBERED_S: Final = 5.0
+UNTOLD_S: Final = 0.1  # work may go on for so long after a launch whose end is not told
 WINDOW_S: Final = 1.0
 
 
@@ -68,6 +75,7 @@ class TenantStatus(Value, frozen=True, kw_only=True):
     metered: bool
     trouble: str = ""
     leased: bool = False  # its gate had a lease at the last renewal
+    completions: str = ""  # how it is known that its launches are done
 
 
 class ShareStatus(Value, frozen=True, kw_only=True):
@@ -92,6 +100,7 @@ class ShareStatus(Value, frozen=True, kw_only=True):
     budget_ratio: float = 0.02
     throttled: str = ""  # why windows are not comparable now
     held: str = ""  # why no neighbour gets a lease
+    control: str = "gate"  # "share": production's completions are unknown, a small fixed share
 
 
 @dataclass
@@ -285,6 +294,7 @@ class SharedDevice:
             budget_ratio=self.limits.budget_ratio,
             throttled=self.throttled,
             held=self.held,
+            control="share" if self.state.stage is Stage.UNMETERED else "gate",
         )
 
     # --- reading -----------------------------------------------------------------------------
@@ -307,7 +317,8 @@ class SharedDevice:
             for slot in slots:
                 bursts, missed = tenant.state.bursts(slot)
                 lost = lost or missed > 0
-                tenant.busy += [(b.started_s, b.ended_s) for b in bursts]
+                untold_s = 0.0 if _told(slot) else UNTOLD_S
+                tenant.busy += [(b.started_s, b.ended_s + untold_s) for b in bursts]
                 if slot.outstanding and _alive(slot.pid):
                     tenant.busy.append((slot.busy_since_s, now_s))
             tenant.busy = [span for span in tenant.busy if span[1] > now_s - REMEMBERED_S]
@@ -336,6 +347,7 @@ class SharedDevice:
             alive=bool(living),
             heard_s=now_s,
             comparable=not self.throttled,
+            metered=all(_told(s) for s in living),
         )
 
     def _marked(self, burst: Burst, lost: bool) -> Burst:
@@ -381,13 +393,18 @@ class SharedDevice:
             slowdown = sum(b.busy_s for b, _ in judged) / sum(e for _, e in judged) - 1.0
         demand = any(s.waiting or s.outstanding for t in self._neighbours() for s in t.slots)
         window = Window(
-            slowdown_ratio=slowdown,
+            slowdown_ratio=slowdown if sample.metered else None,
             bursts=len(judged),
             demand=demand,
             comparable=sample.comparable,
-            why=f"not comparable: {self.throttled}" if self.throttled else "",
+            why=self._why_unjudged(sample),
         )
         self.audit = watch(self.audit, window, self.audit_limits)
+
+    def _why_unjudged(self, sample: RateSample) -> str:
+        if not sample.metered:
+            return "production's library does not tell when its launches are done"
+        return f"not comparable: {self.throttled}" if self.throttled else ""
 
     def _lent_ratio(self) -> float:
         if len(self._lent) < 2 or self._lent[-1][0] <= self._lent[0][0]:
@@ -410,7 +427,19 @@ class SharedDevice:
             metered=bool(living) and not tenant.trouble,
             trouble=tenant.trouble,
             leased=tenant.leased,
+            completions=_least(living),
         )
+
+
+def _told(slot: Slot) -> bool:
+    """Whether a process learns when its launches are done."""
+    return slot.completions is not Completions.NONE
+
+
+def _least(slots: Sequence[Slot]) -> str:
+    """Return the weakest way by which these processes learn of completions."""
+    used = [s.completions for s in slots if s.completions is not Completions.UNSEEN]
+    return min(used).name.lower() if used else ""
 
 
 def _alive(pid: int) -> bool:

@@ -19,12 +19,14 @@
 #include <linux/futex.h>
 #include <math.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -33,19 +35,36 @@
 #include <unistd.h>
 
 typedef uintptr_t A;
-#define PARAMS A a0, A a1, A a2, A a3, A a4, A a5, A a6, A a7, A a8, A a9, A a10, A a11
-#define ARGS a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11
+/* as many arguments as the longest entry has (hipExtModuleLaunchKernel); what a shorter one is given
+   beyond its own comes from the caller's frame and goes unread */
+#define PARAMS A a0, A a1, A a2, A a3, A a4, A a5, A a6, A a7, A a8, A a9, A a10, A a11, A a12, A a13
+#define ARGS a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13
 typedef long (*launch_fn)(PARAMS);
 #define PUBLIC __attribute__((visibility("default")))
 
-/* name, which argument names the kernel */
+/* name, vendor, argument that names the kernel, where the stream stands, whether 0 means the thread's
+   own stream. Sources: cuda.h 13.0, hip_runtime_api.h 7.0; a `dim3` by value takes two arguments. */
+enum { EMU, CUDA, HIP, HSA, VENDORS };
+enum { NULL_STREAM = -1, IN_CONFIG = -2, MANY = -3 };
 #define LAUNCHES(X) \
-  X(cuLaunch) X(cuLaunchGrid) X(cuLaunchGridAsync) X(cuLaunchKernel) X(cuLaunchKernel_ptsz) \
-  X(cuLaunchKernelEx) X(cuLaunchKernelEx_ptsz) X(cuLaunchCooperativeKernel) \
-  X(cuLaunchCooperativeKernel_ptsz) X(cuGraphLaunch) X(cuGraphLaunch_ptsz) \
-  X(hipLaunchKernel) X(hipLaunchKernel_spt) X(hipExtLaunchKernel) X(hipModuleLaunchKernel) \
-  X(hipExtModuleLaunchKernel) X(hipLaunchCooperativeKernel) X(hipGraphLaunch) \
-  X(emuLaunchKernel) X(emuGraphLaunch)
+  X(cuLaunch, CUDA, 0, NULL_STREAM, 0) X(cuLaunchGrid, CUDA, 0, NULL_STREAM, 0) \
+  X(cuLaunchGridAsync, CUDA, 0, 3, 0) \
+  X(cuLaunchKernel, CUDA, 0, 8, 0) X(cuLaunchKernel_ptsz, CUDA, 0, 8, 1) \
+  X(cuLaunchKernelEx, CUDA, 1, IN_CONFIG, 0) X(cuLaunchKernelEx_ptsz, CUDA, 1, IN_CONFIG, 1) \
+  X(cuLaunchCooperativeKernel, CUDA, 0, 8, 0) X(cuLaunchCooperativeKernel_ptsz, CUDA, 0, 8, 1) \
+  X(cuLaunchCooperativeKernelMultiDevice, CUDA, 0, MANY, 0) \
+  X(cuGraphLaunch, CUDA, 0, 1, 0) X(cuGraphLaunch_ptsz, CUDA, 0, 1, 1) \
+  X(hipLaunchKernel, HIP, 0, 7, 0) X(hipLaunchKernel_spt, HIP, 0, 7, 1) \
+  X(hipExtLaunchKernel, HIP, 0, 7, 0) X(hipModuleLaunchKernel, HIP, 0, 8, 0) \
+  X(hipExtModuleLaunchKernel, HIP, 0, 8, 0) X(hipHccModuleLaunchKernel, HIP, 0, 8, 0) \
+  X(hipModuleLaunchCooperativeKernel, HIP, 0, 8, 0) \
+  X(hipLaunchCooperativeKernel, HIP, 0, 7, 0) X(hipLaunchCooperativeKernel_spt, HIP, 0, 7, 1) \
+  X(hipLaunchKernelExC, HIP, 1, IN_CONFIG, 0) X(hipDrvLaunchKernelEx, HIP, 1, IN_CONFIG, 0) \
+  X(hipLaunchCooperativeKernelMultiDevice, HIP, 0, MANY, 0) \
+  X(hipExtLaunchMultiKernelMultiDevice, HIP, 0, MANY, 0) \
+  X(hipModuleLaunchCooperativeKernelMultiDevice, HIP, 0, MANY, 0) \
+  X(hipGraphLaunch, HIP, 0, 1, 0) X(hipGraphLaunch_spt, HIP, 0, 1, 1) \
+  X(emuLaunchKernel, EMU, 0, NULL_STREAM, 0) X(emuGraphLaunch, EMU, 0, NULL_STREAM, 0)
 
 #if defined(__x86_64__)
 #define ENTRY(name) __asm__(".text\n.globl " #name "\n.type " #name ",@function\n" #name ":\n" \
@@ -72,6 +91,8 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static _Atomic uint64_t submitted, completed;
 static _Atomic(uintptr_t) hook;
 static int lost;
+static uint8_t family[1 << 16]; /* of each submission, by its number */
+static uint64_t own_completed;  /* of those through the emulated library's own entries */
 
 static void *receiver(void *arg) {
   int fd = (int)(intptr_t)arg;
@@ -80,10 +101,12 @@ static void *receiver(void *arg) {
     ssize_t got = recv(fd, &count, sizeof count, 0);
     if (got < 0 && errno == EINTR) continue;
     pthread_mutex_lock(&lock);
-    if (got == (ssize_t)sizeof count) atomic_store(&completed, count);
-    else if (fd == sock) { lost = 1; atomic_store(&completed, atomic_load(&submitted)); }
+    if (got != (ssize_t)sizeof count) { lost |= fd == sock; count = atomic_load(&submitted); }
+    for (uint64_t n = atomic_load(&completed); n < count; n++)
+      own_completed += family[n & 0xffff] == EMU;
+    atomic_store(&completed, count);
     void (*fn)(uint64_t) = (void (*)(uint64_t))atomic_load(&hook);
-    if (fn) fn(atomic_load(&completed));
+    if (fn) fn(own_completed);
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
     if (got != (ssize_t)sizeof count) return NULL;
@@ -104,17 +127,17 @@ static int connect_device(void) {
 }
 
 static void forget(void) { /* in a forked child: a context of its own */
-  sock = -1; lost = 0; submitted = completed = 0;
+  sock = -1; lost = 0; submitted = completed = own_completed = 0;
   pthread_mutex_init(&lock, NULL);
 }
 __attribute__((constructor)) static void start(void) { pthread_atfork(NULL, NULL, forget); }
 
-static long submit(uint32_t ident, uint32_t duration_us) {
+static long submit(int vendor, uint32_t ident, uint32_t duration_us) {
   struct submit message = {ident, duration_us};
   pthread_mutex_lock(&lock);
   int bad = connect_device();
   if (!bad) {
-    atomic_fetch_add(&submitted, 1);
+    family[atomic_fetch_add(&submitted, 1) & 0xffff] = (uint8_t)vendor;
     while (send(sock, &message, sizeof message, MSG_NOSIGNAL) < 0)
       if (errno != EINTR) { atomic_fetch_sub(&submitted, 1); bad = 1; break; }
   }
@@ -122,12 +145,30 @@ static long submit(uint32_t ident, uint32_t duration_us) {
   return bad ? 999 : 0;
 }
 
-/* the kernel's handle is its number, the second argument its length in microseconds */
-#define X(name) HIDDEN long impl_##name(PARAMS) { \
-    (void)a2; (void)a3; (void)a4; (void)a5; (void)a6; (void)a7; (void)a8; (void)a9; (void)a10; (void)a11; \
-    return submit((uint32_t)a0, (uint32_t)a1); } ENTRY(name)
+/* the kernel's handle is its number; its length in microseconds is the first number of the grid */
+#define X(name, vendor, kernel, stream, own) HIDDEN long impl_##name(PARAMS) { \
+    (void)a2; (void)a3; (void)a4; (void)a5; (void)a6; (void)a7; (void)a8; (void)a9; (void)a10; \
+    (void)a11; (void)a12; (void)a13; \
+    if (stream == IN_CONFIG) return a0 ? submit(vendor, (uint32_t)a1, *(uint32_t *)a0) : 1; \
+    return submit(vendor, (uint32_t)a0, (uint32_t)a1); } ENTRY(name)
 LAUNCHES(X)
 #undef X
+
+/* an event is the number of launches that came before it; streams are all one */
+static long event_create(A *out) { *out = (A)calloc(1, sizeof(uint64_t)); return *out ? 0 : 2; }
+static long event_record(A event) { *(uint64_t *)event = atomic_load(&submitted); return 0; }
+static long event_query(A event) {
+  return atomic_load(&completed) >= *(uint64_t *)event ? 0 : 600;
+}
+static long not_capturing(int *out) { *out = 0; return 0; }
+PUBLIC long cuEventCreate(A *out, unsigned flags) { (void)flags; return event_create(out); }
+PUBLIC long cuEventRecord(A event, A stream) { (void)stream; return event_record(event); }
+PUBLIC long cuEventQuery(A event) { return event_query(event); }
+PUBLIC long cuStreamIsCapturing(A stream, int *out) { (void)stream; return not_capturing(out); }
+PUBLIC long hipEventCreateWithFlags(A *out, unsigned flags) { (void)flags; return event_create(out); }
+PUBLIC long hipEventRecord(A event, A stream) { (void)stream; return event_record(event); }
+PUBLIC long hipEventQuery(A event) { return event_query(event); }
+PUBLIC long hipStreamIsCapturing(A stream, int *out) { (void)stream; return not_capturing(out); }
 
 PUBLIC long emuSynchronize(void) {
   pthread_mutex_lock(&lock);
@@ -138,6 +179,38 @@ PUBLIC long emuSynchronize(void) {
   return bad ? 999 : 0;
 }
 PUBLIC void emuOnComplete(void (*fn)(uint64_t)) { atomic_store(&hook, (uintptr_t)fn); }
+
+/* HSA: a queue of packets and its doorbell. The grid's first number is again the length. */
+struct hsa_queue { uint32_t type, features; char *base; uint64_t doorbell; uint32_t size, pad; uint64_t id; };
+static struct emulated { struct hsa_queue queue; uint64_t read, write, number[256]; } *bells[64];
+static int made_queues;
+PUBLIC long hsa_queue_create(uint64_t agent, uint32_t size, uint32_t type, void *call, void *data,
+                             uint32_t priv, uint32_t group, struct hsa_queue **out) {
+  (void)agent; (void)call; (void)data; (void)priv; (void)group;
+  struct emulated *e = made_queues < 64 ? calloc(1, sizeof *e) : NULL;
+  if (!e || size > 256) return 0x1000;
+  e->queue = (struct hsa_queue){type, 0, calloc(size, 64), 0xbe110000u + (uint64_t)made_queues, size, 0, 1};
+  bells[made_queues++] = e;
+  *out = &e->queue;
+  return 0;
+}
+PUBLIC long hsa_queue_destroy(struct hsa_queue *queue) { queue->size = 0; return 0; }
+HIDDEN long impl_bell(uint64_t signal, uint64_t value) {
+  struct emulated *e = signal - 0xbe110000u < (uint64_t)made_queues ? bells[signal - 0xbe110000u] : NULL;
+  for (; e && e->write <= value; e->write++) {
+    char *packet = e->queue.base + e->write % e->queue.size * 64;
+    submit(HSA, 1, *(uint32_t *)(packet + 12));
+    e->number[e->write % 256] = atomic_load(&submitted);
+  }
+  return 0;
+}
+#define BELL(name) HIDDEN void impl_##name(uint64_t s, uint64_t v) { impl_bell(s, v); } ENTRY(name)
+BELL(hsa_signal_store_relaxed) BELL(hsa_signal_store_screlease) BELL(hsa_signal_store_release)
+PUBLIC uint64_t hsa_queue_load_read_index_relaxed(struct hsa_queue *queue) {
+  struct emulated *e = (struct emulated *)queue;
+  while (e->read < e->write && atomic_load(&completed) >= e->number[e->read % 256]) e->read++;
+  return e->read;
+}
 
 static void *own(const char *name) {
   static void *self;
@@ -165,6 +238,9 @@ PUBLIC int hipGetProcAddress(const char *name, void **out, int v, uint64_t f, in
 #define SLOTS 64
 #define RING 256
 #define IDENTS 256
+#define FLIGHTS 4096u /* more than a driver queues before it makes its caller wait */
+/* how completions are known, from nothing to all: the page says the least of those in use */
+enum { UNSEEN = 0, NO_COMPLETIONS = 1, STARTED = 2, CALLBACKS = 3, EVENTS = 4, COUNTED = 5 };
 enum { PASS = 0, PRODUCTION = 1, OPPORTUNISTIC = 2 };
 
 struct order {
@@ -181,7 +257,7 @@ struct slot {
   _Atomic uint32_t pid, ready;
   _Atomic uint64_t attached_ns, launched, completed, busy_since, idle_since, bursts, signature,
       kernels, heartbeat, waiting, waited_ns, device_ns;
-  _Atomic uint32_t wake, spare;
+  _Atomic uint32_t wake, completions;
   uint64_t pad[18];
   struct burst ring[RING];
 };
@@ -195,10 +271,18 @@ static struct slot *me;
 static struct slot spill; /* where no page can be had: counted for nobody */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t known_ns[IDENTS], longest_ns, last_done_ns;
-static struct { uint64_t launched_ns; uint32_t ident; } flight[1024];
+/* launches in order; an entry without `tracked` is one whose launch has not returned yet */
+static struct flight {
+  uint64_t launched_ns, mark; /* mark: of an AQL queue, the packet */
+  A event, home;              /* home: the context whose event it is */
+  uint32_t ident, more;       /* more: launches beyond the ring that end with this one */
+  uint8_t vendor, tracked, done;
+} flight[FLIGHTS];
+static uint64_t head, tail, counted[VENDORS]; /* numbers of the oldest and the next launch */
+static pthread_cond_t ends; /* a launch of one's own is done */
+static int gate_waits;
 static double tokens_s, capped_s;
 static uint64_t filled_ns;
-static int hooked;
 
 static void *map(const char *path, size_t size, int write) {
   if (!path) return NULL;
@@ -214,12 +298,14 @@ static void *map(const char *path, size_t size, int write) {
 
 static void take_slot(void) {
   me = &spill;
+  head = tail = last_done_ns = 0;
   if (!mine) return;
   for (int i = 0; i < SLOTS; i++) {
     uint32_t owner = atomic_load(&mine->slot[i].pid);
-    if (owner && !syscall(SYS_kill, owner, 0)) continue;
-    if (owner && errno != ESRCH) continue;
-    if (!atomic_compare_exchange_strong(&mine->slot[i].pid, &owner, (uint32_t)getpid())) continue;
+    int old = owner == (uint32_t)getpid(); /* what this process was before it became this program */
+    if (owner && !old && (!syscall(SYS_kill, owner, 0) || errno != ESRCH)) continue;
+    if (!old && !atomic_compare_exchange_strong(&mine->slot[i].pid, &owner, (uint32_t)getpid()))
+      continue;
     me = &mine->slot[i];
     atomic_store(&me->ready, 0);
     memset((char *)me + 8, 0, sizeof *me - 8); /* a new process, a new generation */
@@ -239,13 +325,24 @@ static void attach(void) {
   take_slot();
 }
 
-static void forked(void) {
+static void forget_meters(void);
+static void begin_waiting(void) {
+  pthread_condattr_t clock;
   pthread_mutex_init(&lock, NULL);
-  hooked = 0;
+  pthread_condattr_init(&clock);
+  pthread_condattr_setclock(&clock, CLOCK_MONOTONIC); /* the wall clock may be set */
+  pthread_cond_init(&ends, &clock);
+  gate_waits = 0;
+}
+
+static void forked(void) {
+  begin_waiting();
+  forget_meters();
   take_slot();
 }
 
 __attribute__((constructor)) static void start(void) {
+  begin_waiting();
   attach();
   pthread_atfork(NULL, NULL, forked);
 }
@@ -315,11 +412,21 @@ static uint64_t estimate(uint32_t ident, uint64_t unknown) {
   return k ? k : longest_ns ? longest_ns : unknown;
 }
 
-static uint64_t outstanding_ns(void) {
-  uint64_t sum = 0, done = atomic_load(&me->completed), end = atomic_load(&me->launched);
-  for (uint64_t i = done; i < end && i < done + 1024; i++)
-    sum += estimate(flight[i % 1024].ident, 1000000);
+static uint64_t outstanding_ns(uint64_t enough) {
+  uint64_t sum = 0;
+  for (uint64_t n = head; n < tail && sum <= enough; n++)
+    sum += estimate(flight[n % FLIGHTS].ident, 1000000) * (1 + flight[n % FLIGHTS].more);
   return sum;
+}
+
+static void await_own(void) { /* with the lock held; for a millisecond at most */
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  t.tv_nsec += 1000000;
+  if (t.tv_nsec >= 1000000000) { t.tv_sec++; t.tv_nsec -= 1000000000; }
+  gate_waits++;
+  pthread_cond_timedwait(&ends, &lock, &t);
+  gate_waits--;
 }
 
 static void pass_gate(uint32_t ident) {
@@ -330,7 +437,8 @@ static void pass_gate(uint32_t ident) {
     const struct slot *who;
     uint64_t now = now_ns(), since, bursts, delay = 1000000;
     atomic_store_explicit(&me->heartbeat, now, memory_order_relaxed);
-    if (read_order(&o, now)) {
+    if (me == &spill) take_slot(); /* a process that nobody can see does not pass */
+    if (me != &spill && read_order(&o, now)) {
       int busy = look(o.dead_slots, now, &since, &bursts, &who);
       uint32_t seen = who ? atomic_load(&who->wake) : 0;
       uint64_t kernel = estimate(ident, o.outstanding_ns);
@@ -341,13 +449,14 @@ static void pass_gate(uint32_t ident) {
       if (!busy && now > from) tokens_s = fmin(depth, tokens_s + (double)(now - from) * 1e-9 * o.duty);
       if (now > filled_ns) capped_s = fmin(depth, capped_s + (double)(now - filled_ns) * 1e-9 * o.share_max);
       filled_ns = now;
-      delay = alloy_admit(&o, busy, since, bursts, tokens_s, capped_s, now, kernel, outstanding_ns());
+      delay = alloy_admit(&o, busy, since, bursts, tokens_s, capped_s, now, kernel,
+                          outstanding_ns(o.outstanding_ns));
       if (!delay) {
         tokens_s -= (double)kernel * 1e-9;
         capped_s -= (double)kernel * 1e-9;
         break;
       }
-      if (delay == UINT64_MAX && !busy) { who = NULL; delay = 50000; } /* own completion */
+      if (delay == UINT64_MAX && !busy) { await_own(); continue; }
       if (!busy) who = NULL;
       pthread_mutex_unlock(&lock);
       wait_ns(who, seen, delay);
@@ -362,35 +471,54 @@ static void pass_gate(uint32_t ident) {
   atomic_fetch_add(&me->waited_ns, now_ns() - begin);
 }
 
-static void finished(uint64_t count) {
-  uint64_t now = now_ns();
-  pthread_mutex_lock(&lock);
-  uint64_t done = atomic_load(&me->completed), end = atomic_load(&me->launched);
-  if (count > end) count = end;
-  for (; done < count; done++) {
-    uint64_t from = flight[done % 1024].launched_ns;
-    if (from < last_done_ns) from = last_done_ns;
-    uint64_t took = now > from ? now - from : 0, *k = &known_ns[flight[done % 1024].ident % IDENTS];
+static void longest_of_all(void) {
+  longest_ns = 0;
+  for (int i = 0; i < IDENTS; i++) if (known_ns[i] > longest_ns) longest_ns = known_ns[i];
+}
+
+/* Count the oldest launches that are done; with the last one a busy period ends. */
+static void settle(uint64_t now) {
+  uint64_t sum = 0;
+  for (; head < tail && flight[head % FLIGHTS].done; head++) {
+    struct flight *f = &flight[head % FLIGHTS];
+    uint64_t from = f->launched_ns > last_done_ns ? f->launched_ns : last_done_ns;
+    uint64_t took = now > from ? now - from : 0, *k = &known_ns[f->ident % IDENTS];
     /* what a kernel takes by itself is near its shortest times: others' work only adds to it */
-    *k = !*k ? took : took < *k ? (*k + 3 * took) / 4 : *k + (took - *k) / 32;
-    longest_ns = 0;
-    for (int i = 0; i < IDENTS; i++) if (known_ns[i] > longest_ns) longest_ns = known_ns[i];
+    uint64_t before = *k;
+    if (f->vendor != HSA) *k = !before ? took : took < before ? (before + 3 * took) / 4
+                                                              : before + (took - before) / 32;
+    if (*k > longest_ns) longest_ns = *k;
+    else if (before == longest_ns) longest_of_all();
     atomic_fetch_add(&me->device_ns, took);
     last_done_ns = now;
+    sum += 1 + f->more;
   }
-  atomic_store(&me->completed, done);
-  if (done == end && atomic_load(&me->kernels)) {
-    uint64_t n = atomic_load(&me->bursts);
-    me->ring[n % RING] = (struct burst){atomic_load(&me->busy_since), now, atomic_load(&me->idle_since),
-                                        atomic_load(&me->kernels), atomic_load(&me->signature), 0};
-    atomic_store(&me->idle_since, now);
-    atomic_store(&me->kernels, 0);
-    atomic_store(&me->signature, 0);
-    atomic_store(&me->bursts, n + 1);
-    atomic_fetch_add(&me->wake, 1);
-    if (role == PRODUCTION) syscall(SYS_futex, &me->wake, FUTEX_WAKE, 1 << 20, NULL, NULL, 0);
-  }
+  if (!sum) return;
+  atomic_fetch_add(&me->completed, sum);
+  if (gate_waits) pthread_cond_broadcast(&ends);
   atomic_store_explicit(&me->heartbeat, now, memory_order_relaxed);
+  if (head != tail || !atomic_load(&me->kernels)) return;
+  uint64_t n = atomic_load(&me->bursts);
+  me->ring[n % RING] = (struct burst){atomic_load(&me->busy_since), now, atomic_load(&me->idle_since),
+                                      atomic_load(&me->kernels), atomic_load(&me->signature), 0};
+  atomic_store(&me->idle_since, now);
+  atomic_store(&me->kernels, 0);
+  atomic_store(&me->signature, 0);
+  atomic_store(&me->bursts, n + 1);
+  atomic_fetch_add(&me->wake, 1);
+  if (role == PRODUCTION) syscall(SYS_futex, &me->wake, FUTEX_WAKE, 1 << 20, NULL, NULL, 0);
+}
+
+/* The emulated library says how many of its own launches are complete. */
+static void finished(uint64_t count) {
+  pthread_mutex_lock(&lock);
+  for (uint64_t n = head; n < tail && counted[EMU] < count; n++) {
+    struct flight *f = &flight[n % FLIGHTS];
+    if (f->vendor != EMU || f->done) continue;
+    f->done = 1;
+    counted[EMU] += 1 + f->more;
+  }
+  settle(now_ns());
   pthread_mutex_unlock(&lock);
 }
 
@@ -402,64 +530,346 @@ static void *next(const char *name) {
       real_dlsym = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", versions[i]);
   }
   void *at = real_dlsym ? real_dlsym(RTLD_NEXT, name) : NULL;
-  static void *driver[3];
-  static const char *const files[] = {"libcuda.so.1", "libamdhip64.so", "liballoyemu.so"};
-  for (int i = 0; i < 3 && !at && real_dlsym; i++) {
+  static void *driver[4];
+  static const char *const files[] = {"libcuda.so.1", "libamdhip64.so", "libhsa-runtime64.so.1",
+                                      "liballoyemu.so"};
+  for (int i = 0; i < 4 && !at && real_dlsym; i++) {
     if (!driver[i]) driver[i] = dlopen(files[i], RTLD_LAZY | RTLD_NOLOAD);
-    if (!driver[i] && i == 2 && getenv("ALLOY_EMU_LIBRARY"))
+    if (!driver[i] && i == 3 && getenv("ALLOY_EMU_LIBRARY"))
       driver[i] = dlopen(getenv("ALLOY_EMU_LIBRARY"), RTLD_LAZY | RTLD_NOLOAD);
     if (driver[i]) at = real_dlsym(driver[i], name);
   }
   return at;
 }
 
-static void hook_up(launch_fn real) {
-  if (hooked) return;
-  Dl_info info;
-  void *home = dladdr((void *)real, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-  void (*on)(void (*)(uint64_t)) =
-      home ? (void (*)(void (*)(uint64_t)))real_dlsym(home, "emuOnComplete") : NULL;
-  if (on) on(finished);
-  hooked = on ? 1 : -1; /* -1: no completions, a launch counts as done at once */
+PUBLIC int cuGetProcAddress(const char *, void **, int, uint64_t);
+PUBLIC int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
+PUBLIC int hipGetProcAddress(const char *, void **, int, uint64_t, int *);
+
+/* --- completions ---------------------------------------------------------------------------- */
+
+/* What a vendor's library offers to learn of completions by; looked up where its launches live. */
+static struct meter {
+  int kind;
+  long (*create)(A *, unsigned), (*record)(A, A), (*query)(A), (*call)(A, void (*)(void *), void *);
+  long (*capturing)(A, int *), (*current)(A *), (*exchange)(int *);
+} meter[VENDORS];
+static struct { A event, home; } spare_events[FLIGHTS];
+static unsigned spares;
+static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
+static int poller, poller_waits;
+static __thread int inside __attribute__((tls_model("initial-exec")));
+enum { RELAXED = 2, NO_TIMING = 2, NOT_READY = 600, CAPTURING = 1 };
+
+static void forget_meters(void) { /* in a forked child: contexts and threads do not survive */
+  memset(meter, 0, sizeof meter);
+  memset(counted, 0, sizeof counted);
+  spares = 0; poller = poller_waits = 0;
+  pthread_cond_init(&work, NULL);
 }
 
-static long launch(launch_fn real, PARAMS) {
-  if (!real) return 500; /* CUDA_ERROR_NOT_FOUND */
-  if (role == PASS) return real(ARGS);
-  uint32_t ident = (uint32_t)(a0 ^ a0 >> 32);
-  if (!real_dlsym) next("dlsym");
+static void *at_home(void *home, const char *name) { return home ? real_dlsym(home, name) : NULL; }
+
+static void hook_up(int vendor, launch_fn real) {
+  struct meter *m = &meter[vendor];
+  Dl_info info;
+  void *home = dladdr((void *)real, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+  if (vendor == EMU) {
+    void (*on)(void (*)(uint64_t)) = (void (*)(void (*)(uint64_t)))at_home(home, "emuOnComplete");
+    if (on) on(finished);
+    m->kind = on ? COUNTED : NO_COMPLETIONS;
+    return;
+  }
+  const int cu = vendor == CUDA;
+#define FIND(field, cuda, hip) m->field = (__typeof__(m->field))at_home(home, cu ? cuda : hip)
+  FIND(create, "cuEventCreate", "hipEventCreateWithFlags");
+  FIND(record, "cuEventRecord", "hipEventRecord");
+  FIND(query, "cuEventQuery", "hipEventQuery");
+  FIND(call, "cuLaunchHostFunc", "hipLaunchHostFunc");
+  FIND(capturing, "cuStreamIsCapturing", "hipStreamIsCapturing");
+  FIND(current, "cuCtxGetCurrent", "hipGetDevice");
+  FIND(exchange, "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode");
+#undef FIND
+  m->kind = m->create && m->record && m->query ? EVENTS : m->call ? CALLBACKS : NO_COMPLETIONS;
+}
+
+static void *poll_completions(void *arg);
+static void watch_flights(void) { /* with the lock held */
+  if (!poller) {
+    sigset_t all, before;
+    pthread_t thread;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* the application's signals are not for us */
+    poller = pthread_create(&thread, NULL, poll_completions, NULL) ? 0 : 1;
+    if (poller) pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+  } else if (poller_waits) {
+    pthread_cond_signal(&work);
+  }
+}
+
+static void called_back(void *number) {
+  uint64_t n = (uint64_t)(uintptr_t)number;
   pthread_mutex_lock(&lock);
-  hook_up(real);
-  if (role == OPPORTUNISTIC) pass_gate(ident);
-  uint64_t now = now_ns(), n = atomic_load(&me->launched);
-  if (n == atomic_load(&me->completed)) atomic_store(&me->busy_since, now);
-  flight[n % 1024].launched_ns = now;
-  flight[n % 1024].ident = ident;
+  if (n >= head && n < tail) flight[n % FLIGHTS].done = 1;
+  settle(now_ns());
+  pthread_mutex_unlock(&lock);
+}
+
+/* Whether what is launched there is only written down, for a graph. */
+static int captured(int vendor, A stream) {
+  int status = 0;
+  if (meter[vendor].kind == UNSEEN || !meter[vendor].capturing) return 0;
+  return !meter[vendor].capturing(stream, &status) && status == CAPTURING;
+}
+
+/* After a launch has returned: have its completion told. Without a way it counts as done now. */
+static void track(uint64_t n, int vendor, A stream, int bad) {
+  struct meter *m = &meter[vendor];
+  A event = 0, home = 0;
+  int mode = RELAXED, told = 0; /* our calls must not spoil a capture that goes on elsewhere */
+  if (!bad && stream != (A)MANY && m->kind >= CALLBACKS) {
+    int changed = m->exchange && !m->exchange(&mode);
+    if (m->kind == EVENTS) {
+      if (m->current) m->current(&home);
+      pthread_mutex_lock(&lock);
+      for (unsigned i = spares; i-- > 0 && !event;)
+        if (spare_events[i].home == home) {
+          event = spare_events[i].event;
+          spare_events[i] = spare_events[--spares];
+        }
+      pthread_mutex_unlock(&lock);
+      if (!event && m->create(&event, NO_TIMING)) event = 0;
+      told = event && !m->record(event, stream);
+    } else if (m->kind == CALLBACKS) {
+      told = !m->call(stream, called_back, (void *)(uintptr_t)n);
+    }
+    if (changed) m->exchange(&mode);
+  }
+  pthread_mutex_lock(&lock);
+  struct flight *f = &flight[n % FLIGHTS];
+  if (m->kind == EVENTS && told) { f->event = event; f->home = home; }
+  f->tracked = 1;
+  if (!told && !(m->kind == COUNTED && !bad)) f->done = 1;
+  settle(now_ns());
+  if (told && m->kind == EVENTS) watch_flights();
+  pthread_mutex_unlock(&lock);
+}
+/* Whether the device is done with a launch; an error is an end too: nothing will come any more. */
+static int query_event(const struct flight *f) { return meter[f->vendor].query(f->event) != NOT_READY; }
+
+/* Ask for the oldest launch until it is done, then for the next one; with the lock held. */
+static uint64_t next_tracked(void) {
+  uint64_t n = head;
+  while (n < tail && (flight[n % FLIGHTS].done || !flight[n % FLIGHTS].event)) n++;
+  return n;
+}
+
+static void landed(struct flight *f) {
+  f->done = 1;
+  if (f->vendor != HSA && spares < FLIGHTS)
+    spare_events[spares++] = (__typeof__(spare_events[0])){f->event, f->home};
+  f->event = 0;
+}
+
+static uint64_t (*read_index)(const void *queue);
+static void *poll_completions(void *arg) {
+  (void)arg;
+  prctl(PR_SET_TIMERSLACK, 1000);
+  for (int v = CUDA; v <= HIP; v++) {
+    int mode = RELAXED;
+    if (meter[v].exchange) meter[v].exchange(&mode);
+  }
+  pthread_mutex_lock(&lock);
+  for (;;) {
+    uint64_t n = next_tracked();
+    if (n == tail) {
+      poller_waits = 1;
+      pthread_cond_wait(&work, &lock);
+      poller_waits = 0;
+      continue;
+    }
+    struct flight *f = &flight[n % FLIGHTS], seen = *f;
+    int done;
+    if (f->vendor == HSA) {
+      done = read_index((const void *)f->event) > f->mark;
+    } else {
+      pthread_mutex_unlock(&lock);
+      done = query_event(&seen);
+      pthread_mutex_lock(&lock);
+    }
+    if (done && n >= head && f->event == seen.event) landed(f);
+    uint64_t now = now_ns();
+    settle(now);
+    if (done) continue;
+    /* half of what is left of it by experience, so that its end is seen soon after */
+    uint64_t from = seen.launched_ns > last_done_ns ? seen.launched_ns : last_done_ns;
+    uint64_t ends = from + known_ns[seen.ident % IDENTS];
+    uint64_t ns = ends > now ? (ends - now) / 2 : 0;
+    struct timespec t = {0, (long)(ns < 20000 ? 20000 : ns > 500000 ? 500000 : ns)};
+    pthread_mutex_unlock(&lock);
+    nanosleep(&t, NULL);
+    pthread_mutex_lock(&lock);
+  }
+  return NULL;
+}
+
+/* The page says the least that is known of any vendor's completions in this process. */
+static void publish(void) {
+  int least = COUNTED;
+  for (int v = 0; v < VENDORS; v++)
+    if (meter[v].kind && meter[v].kind < least) least = meter[v].kind;
+  atomic_store(&me->completions, (uint32_t)least);
+}
+
+/* --- launches ------------------------------------------------------------------------------- */
+
+#define BEYOND UINT64_MAX
+static uint64_t take_off(int vendor, uint32_t ident) { /* with the lock held */
+  uint64_t now = now_ns(), n = BEYOND;
+  if (head == tail) atomic_store(&me->busy_since, now);
+  if (tail - head < FLIGHTS) {
+    n = tail++;
+    flight[n % FLIGHTS] = (struct flight){.launched_ns = now, .ident = ident, .vendor = (uint8_t)vendor};
+  } else {
+    flight[(tail - 1) % FLIGHTS].more++;
+  }
   atomic_fetch_add(&me->kernels, 1);
   atomic_fetch_or(&me->signature, 1ull << (ident * 2654435761u >> 26));
-  atomic_store(&me->launched, n + 1);
+  atomic_fetch_add(&me->launched, 1);
+  return n;
+}
+
+static A stream_of(const A *args, int where, int own) {
+  A stream = where >= 0 ? args[where] : 0;
+  if (where == MANY) return (A)MANY;
+  if (where == IN_CONFIG && args[0]) stream = *(const A *)(args[0] + 32);
+  return stream ? stream : own ? 2 : 0; /* 2: the calling thread's own */
+}
+
+struct entry { int vendor, kernel, where, own; };
+static long launch(const struct entry *e, launch_fn real, PARAMS) {
+  if (!real) return 500; /* CUDA_ERROR_NOT_FOUND, hipErrorNotFound */
+  if (role == PASS || inside) return real(ARGS);
+  const A args[] = {ARGS};
+  A kernel = args[e->kernel], stream = stream_of(args, e->where, e->own);
+  uint32_t ident = (uint32_t)(kernel ^ kernel >> 32);
+  if (!real_dlsym) next("dlsym");
+  if (captured(e->vendor, stream)) return real(ARGS); /* nothing runs now */
+  pthread_mutex_lock(&lock);
+  if (!meter[e->vendor].kind) {
+    hook_up(e->vendor, real);
+    publish();
+  }
+  if (role == OPPORTUNISTIC) pass_gate(ident);
+  uint64_t n = take_off(e->vendor, ident);
   pthread_mutex_unlock(&lock);
+  inside++;
   long bad = real(ARGS);
-  if (bad || hooked < 0) finished(n + 1);
+  inside--;
+  if (n != BEYOND) track(n, e->vendor, stream, bad != 0);
   return bad;
 }
 
-#define X(name) static launch_fn real_##name; \
+#define X(name, vendor, kernel, where, own) static launch_fn real_##name; \
   HIDDEN long impl_##name(PARAMS) { \
+    static const struct entry e = {vendor, kernel, where, own}; \
     if (!real_##name) real_##name = (launch_fn)next(#name); \
-    return launch(real_##name, ARGS); } ENTRY(name) long name(PARAMS);
+    return launch(&e, real_##name, ARGS); } ENTRY(name) long name(PARAMS);
 LAUNCHES(X)
 #undef X
 
+/* --- HSA queues ----------------------------------------------------------------------------- */
+
+/* A program that writes packets itself rings a doorbell by these calls. A packet's end is not told:
+   what the queue has taken in counts as done. Beneath HIP, whose own launches are gated, bells pass:
+   its helper threads ring them. Source: hsa.h 1.2, hsa_queue_t. */
+struct hsa_queue { uint32_t type, features; void *base; uint64_t doorbell; uint32_t size, pad; uint64_t id; };
+static struct { _Atomic uint64_t doorbell; struct hsa_queue *queue; } queues[128];
+static _Atomic int queue_count;
+
+static int queue_of(uint64_t doorbell) {
+  for (int i = 0, end = atomic_load(&queue_count); i < end; i++)
+    if (atomic_load_explicit(&queues[i].doorbell, memory_order_relaxed) == doorbell) return i;
+  return -1;
+}
+
+static void ring_bell(launch_fn real, PARAMS) {
+  int i = a0 ? queue_of(a0) : -1;
+  if (!real) return;
+  if (i < 0 || role == PASS || inside || meter[HIP].kind) { real(ARGS); return; }
+  pthread_mutex_lock(&lock);
+  if (!read_index) read_index = (uint64_t (*)(const void *))next("hsa_queue_load_read_index_relaxed");
+  meter[HSA].kind = read_index ? STARTED : NO_COMPLETIONS;
+  publish();
+  if (role == OPPORTUNISTIC) pass_gate((uint32_t)i);
+  uint64_t n = take_off(HSA, (uint32_t)i);
+  pthread_mutex_unlock(&lock);
+  real(ARGS);
+  if (n == BEYOND) return;
+  pthread_mutex_lock(&lock);
+  struct flight *f = &flight[n % FLIGHTS];
+  f->mark = a1;
+  f->tracked = 1;
+  if (read_index && queues[i].queue) { f->event = (A)queues[i].queue; watch_flights(); }
+  else f->done = 1;
+  settle(now_ns());
+  pthread_mutex_unlock(&lock);
+}
+
+#define BELLS(X) X(hsa_signal_store_relaxed) X(hsa_signal_store_screlease) X(hsa_signal_store_release)
+#define X(name) static launch_fn real_##name; \
+  HIDDEN void impl_##name(PARAMS) { \
+    if (!real_##name) real_##name = (launch_fn)next(#name); \
+    ring_bell(real_##name, ARGS); } ENTRY(name) long name(PARAMS);
+BELLS(X)
+#undef X
+
+static launch_fn real_hsa_queue_create, real_hsa_queue_destroy;
+PUBLIC long hsa_queue_create(PARAMS) {
+  if (!real_hsa_queue_create) real_hsa_queue_create = (launch_fn)next("hsa_queue_create");
+  long bad = real_hsa_queue_create ? real_hsa_queue_create(ARGS) : 0x1000; /* HSA_STATUS_ERROR */
+  struct hsa_queue *made = !bad && a7 ? *(struct hsa_queue **)a7 : NULL;
+  if (!made) return bad;
+  pthread_mutex_lock(&lock);
+  int i = queue_of(0), end = atomic_load(&queue_count);
+  if (i < 0 && end < 128) { i = end; }
+  if (i >= 0) {
+    queues[i].queue = made;
+    atomic_store(&queues[i].doorbell, made->doorbell);
+    if (i == end) atomic_store(&queue_count, end + 1);
+  }
+  pthread_mutex_unlock(&lock);
+  return bad;
+}
+PUBLIC long hsa_queue_destroy(PARAMS) {
+  pthread_mutex_lock(&lock);
+  for (uint64_t n = head; n < tail; n++)
+    if (flight[n % FLIGHTS].vendor == HSA && flight[n % FLIGHTS].event == a0) landed(&flight[n % FLIGHTS]);
+  for (int i = 0; i < atomic_load(&queue_count); i++)
+    if ((A)queues[i].queue == a0) { atomic_store(&queues[i].doorbell, 0); queues[i].queue = NULL; }
+  settle(now_ns());
+  pthread_mutex_unlock(&lock);
+  if (!real_hsa_queue_destroy) real_hsa_queue_destroy = (launch_fn)next("hsa_queue_destroy");
+  return real_hsa_queue_destroy ? real_hsa_queue_destroy(ARGS) : 0x1000;
+}
+
+/* --- resolvers ------------------------------------------------------------------------------ */
+
 static const struct { const char *name; void *ours; launch_fn *real; } table[] = {
-#define X(name) {#name, (void *)name, &real_##name},
+#define X(name, vendor, kernel, where, own) {#name, (void *)name, &real_##name},
   LAUNCHES(X)
 #undef X
+#define X(name) {#name, (void *)name, &real_##name},
+  BELLS(X)
+#undef X
+  {"hsa_queue_create", (void *)hsa_queue_create, &real_hsa_queue_create},
+  {"hsa_queue_destroy", (void *)hsa_queue_destroy, &real_hsa_queue_destroy},
 };
 
 /* What a resolver found is remembered as the real entry, and ours is handed out. */
 static void *ours(const char *name, void *found) {
-  for (size_t i = 0; name && i < sizeof table / sizeof *table; i++)
+  for (size_t i = 0; i < sizeof table / sizeof *table; i++)
     if (!strcmp(name, table[i].name)) {
       if (found && found != table[i].ours) *table[i].real = (launch_fn)found;
       return table[i].ours;
@@ -467,34 +877,50 @@ static void *ours(const char *name, void *found) {
   return found;
 }
 
+/* Resolvers hand out resolvers: the CUDA runtime asks each for the next. */
 typedef int (*address_fn)(const char *, void **, int, uint64_t, int *);
+static address_fn real_v1, real_v2, real_hip;
+static void *resolver(const char *name, int version, void *found) {
+  address_fn *real = NULL;
+  void *mine = found;
+  if (!strcmp(name, "cuGetProcAddress_v2") || (version >= 12000 && !strcmp(name, "cuGetProcAddress")))
+    { real = &real_v2; mine = (void *)cuGetProcAddress_v2; }
+  else if (!strcmp(name, "cuGetProcAddress")) { real = &real_v1; mine = (void *)cuGetProcAddress; }
+  else if (!strcmp(name, "hipGetProcAddress")) { real = &real_hip; mine = (void *)hipGetProcAddress; }
+  if (real && found && found != mine) *real = (address_fn)found;
+  return mine;
+}
+
 static int resolve(address_fn real, const char *name, void **out, int v, uint64_t f, int *status) {
   if (!real) return 500;
   int bad = real(name, out, v, f, status);
-  if (bad || !out || !*out) return bad;
+  if (bad || !name || !out || !*out) return bad;
   char per_thread[96];
   snprintf(per_thread, sizeof per_thread, "%s_ptsz", name);
   /* flag 2 asks for the per-thread default stream's variant */
   void *mapped = f & 2 ? ours(per_thread, *out) : *out;
-  *out = mapped != *out ? mapped : ours(name, *out);
+  *out = mapped != *out ? mapped : resolver(name, v, ours(name, *out));
   return bad;
 }
-PUBLIC int cuGetProcAddress(const char *name, void **out, int v, uint64_t f) {
-  return resolve((address_fn)next("cuGetProcAddress"), name, out, v, f, NULL);
+#define RESOLVER(real, name) (real ? real : (real = (address_fn)next(name)))
+int cuGetProcAddress(const char *name, void **out, int v, uint64_t f) {
+  return resolve(RESOLVER(real_v1, "cuGetProcAddress"), name, out, v, f, NULL);
 }
-PUBLIC int cuGetProcAddress_v2(const char *name, void **out, int v, uint64_t f, int *status) {
-  return resolve((address_fn)next("cuGetProcAddress_v2"), name, out, v, f, status);
+int cuGetProcAddress_v2(const char *name, void **out, int v, uint64_t f, int *status) {
+  return resolve(RESOLVER(real_v2, "cuGetProcAddress_v2"), name, out, v, f, status);
 }
-PUBLIC int hipGetProcAddress(const char *name, void **out, int v, uint64_t f, int *status) {
-  return resolve((address_fn)next("hipGetProcAddress"), name, out, v, f, status);
+int hipGetProcAddress(const char *name, void **out, int v, uint64_t f, int *status) {
+  return resolve(RESOLVER(real_hip, "hipGetProcAddress"), name, out, v, f, status);
 }
+static void *found_by(void *handle, const char *name) {
+  void *found = real_dlsym ? real_dlsym(handle, name) : NULL;
+  return found && name ? resolver(name, 0, ours(name, found)) : found;
+}
+/* "The next one" depends on who asks, which the real dlsym sees by the return address: this call has
+   to be a jump, and another interposer then finds whoever comes after itself. */
 PUBLIC void *dlsym(void *handle, const char *name) {
   if (!real_dlsym) next("dlsym");
-  void *found = real_dlsym ? real_dlsym(handle, name) : NULL;
-  if (!found) return found;
-  if (!strcmp(name, "cuGetProcAddress")) return (void *)cuGetProcAddress;
-  if (!strcmp(name, "cuGetProcAddress_v2")) return (void *)cuGetProcAddress_v2;
-  if (!strcmp(name, "hipGetProcAddress")) return (void *)hipGetProcAddress;
-  return ours(name, found);
+  if (handle == RTLD_NEXT && real_dlsym) return real_dlsym(handle, name);
+  return found_by(handle, name);
 }
 #endif

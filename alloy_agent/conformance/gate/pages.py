@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +40,17 @@ FAR_S: Final = 1e6  # stands for "no limit in time" where an infinity will not d
 ROLES: Final = {"production": 1, "opportunistic": 2}
 
 
+class Completions(IntEnum):
+    """How a process learns that the device is done with a launch; the least of its libraries."""
+
+    UNSEEN = 0  # it has launched nothing
+    NONE = 1  # a launch counts as done when it returns
+    STARTED = 2  # when its queue has taken it in
+    CALLBACKS = 3  # the stream calls back
+    EVENTS = 4  # an event behind each launch, asked for
+    COUNTED = 5  # the library counts
+
+
 class Slot(Value, frozen=True, kw_only=True):
     """One process of a tenant, as it says itself."""
 
@@ -54,6 +66,7 @@ class Slot(Value, frozen=True, kw_only=True):
     waiting: int
     waited_s: float
     device_s: float
+    completions: Completions = Completions.UNSEEN
 
     @property
     def outstanding(self) -> int:
@@ -199,6 +212,7 @@ def _slot(index: int, raw: bytes) -> Slot:
         waiting=fields[11],
         waited_s=fields[12] * 1e-9,
         device_s=fields[13] * 1e-9,
+        completions=Completions(min(fields[15], Completions.COUNTED)),
     )
 
 

@@ -67,82 +67,98 @@ class Engine:
         self.resident: str | None = None  # whose state the device holds
         self._slice_left_s = 0.0
         self._switch_left_s = 0.0
+        self._ready = 0  # contexts that have work
         self._done: list[Work] = []
 
     def submit(self, work: Work, now_s: float) -> None:
         """Queue work; `advance(now_s)` has been called before."""
         work.submitted_s = now_s
-        self.queues.setdefault(work.context, deque()).append(work)
-        self.busy_s.setdefault(work.context, 0.0)
+        queue = self.queues.get(work.context)
+        if queue is None:
+            queue = self.queues[work.context] = deque()
+            self.busy_s.setdefault(work.context, 0.0)
+        self._ready += not queue
+        queue.append(work)
 
     def drop(self, context: str) -> int:
         """Forget a context and what it queued; return how much work was lost."""
         lost = len(self.queues.pop(context, ()))
+        self._ready -= lost > 0
         if self.resident == context:
             self.resident, self._switch_left_s = None, 0.0
         return lost
 
     def advance(self, now_s: float) -> list[Work]:
         """Execute until `now_s` and return what was completed, in order."""
-        self._done = []
+        done: list[Work] = []
         while self.now_s < now_s:
+            done += self.run_until(now_s)
+        return done
+
+    def run_until(self, limit_s: float) -> list[Work]:
+        """Execute until something completes, at the latest until `limit_s`; return what did."""
+        self._done = []
+        while self.now_s < limit_s and not self._done:
             step_s = self._next_step_s()
-            if step_s == math.inf:
-                self.now_s = now_s
+            if step_s >= limit_s - self.now_s:
+                if step_s < math.inf:
+                    self._execute(limit_s - self.now_s)
+                self.now_s = limit_s
                 break
-            self._execute(min(step_s, now_s - self.now_s))
+            self._execute(step_s)
         return self._done
 
     def next_s(self) -> float:
         """Return when something will happen if nobody submits; infinity when idle."""
-        step_s = self._next_step_s()
-        return math.inf if step_s == math.inf else self.now_s + step_s
-
-    def _ready(self) -> list[str]:
-        return [context for context, queue in self.queues.items() if queue]
+        return self.now_s + self._next_step_s()
 
     def _next_step_s(self) -> float:
-        ready = self._ready()
-        if not ready:
+        if not self._ready:
             return math.inf
         if self.mode is Mode.TWO_SLOTS:
-            factor = self.interference if len(ready) > 1 else 1.0
-            return min(self.queues[c][0].left_s for c in ready[:2]) * factor
-        self._choose(ready)
+            factor = self.interference if self._ready > 1 else 1.0
+            return min(self.queues[c][0].left_s for c in self._slots()) * factor
+        queue = self.queues.get(self.resident or "")
+        if not queue or self._ready > 1:
+            queue = self._choose(queue)
         if self._switch_left_s > 0.0:
             return self._switch_left_s
-        left_s = self.queues[self.resident or ""][0].left_s
-        if self.mode is Mode.ROUND_ROBIN and len(ready) > 1:
-            return min(left_s, self._slice_left_s)
+        left_s = queue[0].left_s
+        if self._ready > 1 and self.mode is Mode.ROUND_ROBIN and self._slice_left_s < left_s:
+            return self._slice_left_s
         return left_s
 
-    def _choose(self, ready: list[str]) -> None:
-        current = self.resident
+    def _slots(self) -> list[str]:
+        """Return the two contexts that execute at once."""
+        return [context for context, queue in self.queues.items() if queue][:2]
+
+    def _choose(self, current: deque[Work] | None) -> deque[Work]:
+        """Make the context whose turn it is resident, and return its queue."""
         if self.mode is Mode.RUN_TO_COMPLETION:
-            if current in ready and self._begun(self.queues[current][0]):
-                return
+            if current and current[0].left_s < current[0].duration_s:
+                return current
+            ready = [context for context, queue in self.queues.items() if queue]
             chosen = min(ready, key=lambda c: self.queues[c][0].submitted_s)
-        elif current in ready and self._slice_left_s > TINY_S:
-            return
+        elif current and self._slice_left_s > TINY_S:
+            return current
         else:
-            order = list(self.queues)
-            begin = order.index(current) + 1 if current in self.queues else 0
-            chosen = next(c for c in (*order[begin:], *order[:begin]) if c in ready)
+            chosen = self._next_in_turn()
         self._slice_left_s = self.quantum_s
-        if chosen != current:
+        if chosen != self.resident:
             self.resident = chosen
             self._switch_left_s = self.switch_s
+        return self.queues[chosen]
 
-    @staticmethod
-    def _begun(work: Work) -> bool:
-        return work.left_s < work.duration_s
+    def _next_in_turn(self) -> str:
+        order = list(self.queues)
+        begin = order.index(self.resident) + 1 if self.resident in self.queues else 0
+        return next(c for c in (*order[begin:], *order[:begin]) if self.queues[c])
 
     def _execute(self, step_s: float) -> None:
         self.now_s += step_s
         if self.mode is Mode.TWO_SLOTS:
-            ready = self._ready()
-            factor = self.interference if len(ready) > 1 else 1.0
-            for context in ready[:2]:
+            factor = self.interference if self._ready > 1 else 1.0
+            for context in self._slots():
                 self._consume(context, step_s / factor, step_s)
             return
         if self._switch_left_s > 0.0:
@@ -150,7 +166,7 @@ class Engine:
             self._switch_left_s = left_s if left_s > TINY_S else 0.0
             return
         self._slice_left_s -= step_s
-        if self._slice_left_s <= TINY_S and len(self._ready()) == 1:  # nobody waits: another slice
+        if self._slice_left_s <= TINY_S and self._ready == 1:  # nobody waits: another slice
             self._slice_left_s += self.quantum_s * (1 + (-self._slice_left_s) // self.quantum_s)
         self._consume(self.resident or "", step_s, step_s)
 
@@ -162,3 +178,4 @@ class Engine:
         if head.left_s <= TINY_S:
             head.ended_s = self.now_s
             self._done.append(queue.popleft())
+            self._ready -= not queue

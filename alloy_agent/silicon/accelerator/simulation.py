@@ -16,7 +16,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -37,6 +40,7 @@ class SeenBurst:
     kernels: int
     signature: int
     contended: bool
+    overlap_s: float  # for how long neighbours had something outstanding within it
 
 
 @dataclass
@@ -50,8 +54,10 @@ class View:
     kernels: int = 0  # of production, ever launched
     neighbour_active_s: float = -1.0  # last time any neighbour had something outstanding
     neighbour_outstanding: int = 0
+    neighbour_busy_s: float = 0.0  # how long neighbours had something outstanding, until the last
     kernels_in_burst: int = 0
     signature: int = 0
+    agent_gone_s: float = math.inf  # since when nobody ticks
     bursts: list[SeenBurst] = field(default_factory=list)  # not yet fetched by the controller
 
 
@@ -73,15 +79,41 @@ class Control(Protocol):
         ...
 
 
-@dataclass
+class Ledger:
+    """Amounts in order of time, of which any span can be summed at once."""
+
+    def __init__(self) -> None:
+        self._at = array("d")
+        self._sums = array("d", [0.0])
+
+    def add(self, now_s: float, amount: float) -> None:
+        """Enter an amount, no earlier than the one before it."""
+        self._at.append(now_s)
+        self._sums.append(self._sums[-1] + amount)
+
+    def between(self, begin_s: float, end_s: float = math.inf) -> float:
+        """Return the sum of what was entered from `begin_s` until before `end_s`."""
+        first, last = bisect_left(self._at, begin_s), bisect_left(self._at, end_s)
+        return self._sums[last] - self._sums[first]
+
+    def since(self, begin_s: float) -> int:
+        """Return how many entries there are from a time on."""
+        return len(self._at) - bisect_left(self._at, begin_s)
+
+    def entries(self, begin_s: float) -> Iterator[float]:
+        """Yield the amounts from a time on."""
+        for n in range(bisect_left(self._at, begin_s), len(self._at)):
+            yield self._sums[n + 1] - self._sums[n]
+
+
 class Outcome:
     """What a run came to."""
 
-    lasts_s: float
-    work: list[tuple[float, float]] = field(default_factory=list)  # (time, solo device time done)
-    latency_s: list[tuple[float, float, float]] = field(default_factory=list)  # end, took, expected
-    lent: list[tuple[float, float]] = field(default_factory=list)  # (time, device time)
-    bursts: int = 0
+    def __init__(self, lasts_s: float) -> None:
+        self.lasts_s = lasts_s
+        self.work = Ledger()  # device time that production's bursts take alone, as they end
+        self.latency_s = Ledger()  # from arrival to completion, as they end
+        self.lent = Ledger()  # device time of neighbours' kernels, as they end
 
 
 class Simulation:
@@ -97,9 +129,10 @@ class Simulation:
         self.now_s = 0.0
         self.outcome = Outcome(trace.lasts_s)
         self._random = Random(seed)  # noqa: S311 - a workload, no secret
+        self._deaths = Random(-seed)  # noqa: S311
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        self._neighbours: list[Neighbour] = []
+        self._neighbours: dict[str, Neighbour] = {}
         self._production = Production(self)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
@@ -110,46 +143,73 @@ class Simulation:
         """Add an opportunistic tenant that always has work."""
         kernel_s = self.trace.neighbour_kernel_s if kernel_s is None else kernel_s
         neighbour = Neighbour(self, f"neighbour-{len(self._neighbours)}", kernel_s)
-        self._neighbours.append(neighbour)
+        self._neighbours[neighbour.name] = neighbour
         return neighbour
 
     def run(self) -> Outcome:
         """Return what came of it."""
         self._production.start(self._random)
-        for neighbour in self._neighbours:
+        for neighbour in self._neighbours.values():
             self.at(0.0, neighbour.ask)
         if self.control.period_s > 0.0:
             self.at(self.control.period_s, self._tick)
+        self._agent_lives()
         end_s = self.trace.lasts_s
+        events, engine = self._events, self.engine
         while self.now_s < end_s:
-            due_s = self._events[0][0] if self._events else math.inf
-            self.now_s = min(due_s, self.engine.next_s(), end_s)
-            for work in self.engine.advance(self.now_s):
+            done = engine.run_until(min(events[0][0], end_s) if events else end_s)
+            self.now_s = engine.now_s
+            for work in done:
                 self._completed(work)
-            while self._events and self._events[0][0] <= self.now_s:
-                heapq.heappop(self._events)[2]()
+            while events and events[0][0] <= self.now_s:
+                heapq.heappop(events)[2]()
         return self.outcome
 
     def launch(self, work: Work) -> None:
         """Put work on the device."""
         self.engine.submit(work, self.now_s)
 
+    def neighbour_busy_s(self) -> float:
+        """Return for how long neighbours have had something outstanding, ever."""
+        view = self.view
+        running_s = self.now_s - view.neighbour_active_s if view.neighbour_outstanding else 0.0
+        return view.neighbour_busy_s + running_s
+
+    def neighbours_active(self, more: int) -> None:
+        """Note that neighbours have more, or less, outstanding."""
+        view = self.view
+        if view.neighbour_outstanding:
+            view.neighbour_busy_s += self.now_s - view.neighbour_active_s
+        view.neighbour_outstanding += more
+        view.neighbour_active_s = self.now_s
+
     def wake(self) -> None:
         """Let every neighbour ask again."""
-        for neighbour in self._neighbours:
+        for neighbour in self._neighbours.values():
             neighbour.ask()
 
     def _tick(self) -> None:
-        self.control.tick(self.view, self.now_s)
-        self.view.bursts.clear()
+        if self.view.agent_gone_s == math.inf:
+            self.control.tick(self.view, self.now_s)
+            self.view.bursts.clear()
+            self.wake()
         self.at(self.now_s + self.control.period_s, self._tick)
-        self.wake()
+
+    def _agent_lives(self) -> None:
+        self.view.agent_gone_s = math.inf
+        if self.trace.agent_dies_every_s < math.inf:
+            lives_s = self._deaths.expovariate(1.0 / self.trace.agent_dies_every_s)
+            self.at(self.now_s + lives_s, self._agent_dies)
+
+    def _agent_dies(self) -> None:
+        self.view.agent_gone_s = self.now_s
+        self.at(self.now_s + self.trace.agent_back_s, self._agent_lives)
 
     def _completed(self, work: Work) -> None:
         if work.context == PRODUCTION:
             self._production.completed(work)
         else:
-            next(n for n in self._neighbours if n.name == work.context).completed(work)
+            self._neighbours[work.context].completed()
 
 
 class Production:
@@ -158,9 +218,12 @@ class Production:
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
         self._random = Random()  # noqa: S311
-        self._waiting: list[tuple[float, float]] = []  # arrival, expected, in order of submission
+        self._waiting: deque[tuple[float, float]] = (
+            deque()
+        )  # arrival, expected
         self._input_s = 0.0
         self._contended = False
+        self._overlap_from_s = 0.0
 
     def start(self, random: Random) -> None:
         """Begin; the same seed gives the same work, whatever the control does."""
@@ -194,6 +257,7 @@ class Production:
             self._contended = (
                 view.neighbour_outstanding > 0 or view.neighbour_active_s > view.idle_since_s
             )
+            self._overlap_from_s = sim.neighbour_busy_s()
             view.kernels_in_burst, view.signature = 0, 0
         view.outstanding += phase.kernels
         view.kernels += phase.kernels
@@ -205,10 +269,9 @@ class Production:
     def completed(self, work: Work) -> None:
         """Account for a burst and plan the next one."""
         sim, view = self._sim, self._sim.view
-        arrived_s, expected_s = self._waiting.pop(0)
-        sim.outcome.work.append((sim.now_s, expected_s))
-        sim.outcome.latency_s.append((sim.now_s, sim.now_s - arrived_s, expected_s))
-        sim.outcome.bursts += 1
+        arrived_s, expected_s = self._waiting.popleft()
+        sim.outcome.work.add(sim.now_s, expected_s)
+        sim.outcome.latency_s.add(sim.now_s, sim.now_s - arrived_s)
         view.outstanding -= work.kernels
         if view.outstanding == 0:
             view.bursts.append(
@@ -219,6 +282,7 @@ class Production:
                     kernels=view.kernels_in_burst,
                     signature=view.signature,
                     contended=self._contended or view.neighbour_active_s > view.busy_since_s,
+                    overlap_s=sim.neighbour_busy_s() - self._overlap_from_s,
                 )
             )
             view.idle_since_s = sim.now_s
@@ -263,26 +327,25 @@ class Neighbour:
             self._outstanding += 1
             self.launched += 1
             self._held_s += self._kernel_s
-            sim.view.neighbour_outstanding += 1
-            sim.view.neighbour_active_s = sim.now_s
+            sim.neighbours_active(1)
             sim.launch(Work(self.name, self._kernel_s))
 
-    def completed(self, _work: Work) -> None:
+    def completed(self) -> None:
         """Account for one kernel."""
         sim = self._sim
         self._outstanding -= 1
         self._held_s = max(0.0, self._held_s - self._kernel_s) if self._outstanding else 0.0
-        sim.view.neighbour_outstanding -= 1
-        sim.view.neighbour_active_s = sim.now_s
-        sim.outcome.lent.append((sim.now_s, self._kernel_s))
+        sim.neighbours_active(-1)
+        sim.outcome.lent.add(sim.now_s, self._kernel_s)
         self.ask()
 
     def _later(self, when_s: float) -> None:
-        if when_s == math.inf or self._sim.now_s < self._asks_at_s <= when_s:
+        if when_s >= self._asks_at_s:  # it asks before that anyway
             return
         self._asks_at_s = when_s
         self._sim.at(when_s, self._asked)
 
     def _asked(self) -> None:
-        self._asks_at_s = math.inf
-        self.ask()
+        if self._sim.now_s >= self._asks_at_s:  # else an earlier question took its place
+            self._asks_at_s = math.inf
+            self.ask()

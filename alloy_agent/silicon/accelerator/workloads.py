@@ -47,6 +47,8 @@ class Trace(Value, frozen=True, kw_only=True):
     pause_s: float = 0.0  # a checkpoint, every `pause_every_s`
     pause_every_s: float = 150.0
     neighbour_kernel_s: float = 0.001
+    agent_dies_every_s: float = FOREVER_S  # on average: it is killed at random moments
+    agent_back_s: float = 2.0  # after which its successor begins, knowing nothing
     lasts_s: float = 60.0
 
     def phase_at(self, now_s: float) -> Phase:
@@ -121,4 +123,7 @@ T6 = (
         name="T6 neighbour 0.25 ms", kind=Kind.CLOSED, phases=(STEADY,), neighbour_kernel_s=0.00025
     ),
 )
-TRACES = (T1, T2, T3, T4, *T5, *T6)
+# a graph of twenty kernels is one launch of twenty milliseconds
+T7 = Trace(name="T7 neighbour graphs", kind=Kind.CLOSED, phases=(STEADY,), neighbour_kernel_s=0.02)
+T8 = Trace(name="T8 agent killed", kind=Kind.CLOSED, phases=(STEADY,), agent_dies_every_s=20.0)
+TRACES = (T1, T2, T3, T4, *T5, *T6, T7, T8)
