@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from alloy_agent.config import Settings
 
 
 def add(commands: Any) -> None:
@@ -12,6 +17,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--config", metavar="PATH", dest="run_config", help="settings file (YAML)")
     parser.add_argument(
         "--standalone", action="store_true", help="embed the reference brain in this process"
+    )
+    parser.add_argument(
+        "--ended", action="store_true", help="note how the run before ended, for service managers"
     )
     parser.set_defaults(run=run)
 
@@ -25,7 +33,19 @@ def run(arguments: Namespace) -> int:
     if arguments.run_config:
         arguments.config = arguments.run_config
     settings = settings_of(arguments)
+    if arguments.ended:
+        return _note_end(settings)
     daemon = Daemon(
         settings, reread=lambda: settings_of(arguments), standalone=arguments.standalone
     )
     return daemon.run()
+
+
+def _note_end(settings: Settings) -> int:
+    """Write down what the service manager says of the run that is over, and leave."""
+    from alloy_agent.daemon import starts
+
+    told = starts.told_by_manager(os.environ)
+    if told:
+        starts.end(Path(settings.state_dir), told, asked=told.startswith("success"))
+    return 0

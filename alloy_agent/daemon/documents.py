@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from alloy_agent.daemon.starts import Start
 from alloy_agent.model import (
     Access,
     ApplyReport,
@@ -365,3 +366,4 @@ class StatusDocument(Value, frozen=True, kw_only=True):
     degraded: str
     workers: tuple[WorkerState, ...]
     overruns: dict[str, int]
+    starts: tuple[Start, ...] = ()  # how earlier runs ended; this one is the last

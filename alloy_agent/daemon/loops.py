@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from alloy_agent import __version__
-from alloy_agent.daemon import keeping, logs, memory
+from alloy_agent.daemon import keeping, logs, memory, starts
 from alloy_agent.daemon.addresses import share_root, socket_of
 from alloy_agent.daemon.api import LayoutRequest
 from alloy_agent.daemon.documents import StatusDocument
@@ -206,6 +206,7 @@ class Daemon:
         self._layout: Layout | None = None
         self._layout_text: LayoutRequest | None = None
         self._metrics_url = ""
+        self._starts: tuple[starts.Start, ...] = ()
 
     # --- life ---
 
@@ -236,6 +237,7 @@ class Daemon:
         )
         self._start_claims(stack)
         self._enter_node(stack)
+        self._starts = starts.begin(Path(self.settings.state_dir))
         self._log_settings()
         self._start_shares(stack)
         self._start_telemetry(stack)
@@ -323,6 +325,8 @@ class Daemon:
 
         fields = {"version": __version__, "pid": os.getpid(), "node": self.settings.node_name}
         LOG.info("starting", extra={**fields, "settings": msgspec.to_builtins(self.settings)})
+        if len(self._starts) > 1 and not self._starts[-2].asked:
+            LOG.warning("ended_before", extra={"reason": self._starts[-2].ended})
         for variable, close in unknown_variables(os.environ):
             LOG.warning("unknown_variable", extra={"variable": variable, "meant": close})
 
@@ -635,16 +639,21 @@ class Daemon:
                 message = None
             if isinstance(message, BaseException):
                 LOG.critical("defect", exc_info=message)
+                self._ended(f"defect: {message}", asked=False)
                 return DEFECT
             if message in (signal.SIGTERM, signal.SIGINT):
                 LOG.info("stopping", extra={"signal": signal.Signals(message).name})
                 notify.sd_notify(notify.STOPPING)
+                self._ended(f"stopped by {signal.Signals(message).name}", asked=True)
                 return 0
             if message == signal.SIGHUP:
                 self._reload()
             announced = announced or self._announce()
             if interval_s is not None and self.health() is None:
                 notify.sd_notify(notify.WATCHDOG)
+
+    def _ended(self, why: str, *, asked: bool) -> None:
+        starts.end(Path(self.settings.state_dir), why, asked=asked)
 
     def _announce(self) -> bool:
         """Tell the service manager once that the node was seen; return whether it was."""
@@ -653,7 +662,9 @@ class Daemon:
         snapshot = self.seen.snapshot
         devices = 0 if snapshot is None else len(snapshot.devices)
         LOG.info("ready", extra={"devices": devices, "degraded": self.node.degraded})
-        notify.sd_notify(notify.READY, notify.status(f"{devices} devices"))
+        restarts = starts.summary(self._starts)
+        line = f"{devices} device{'' if devices == 1 else 's'}"
+        notify.sd_notify(notify.READY, notify.status("; ".join(filter(None, (line, restarts)))))
         memory.settle()
         return True
 
@@ -876,6 +887,7 @@ class Daemon:
             degraded=self.node.degraded,
             workers=tuple(worker.state() for worker in self.node.workers),
             overruns={loop.name: loop.overruns for loop in self._loops.values()},
+            starts=self._starts,
         )
 
     def signals(self) -> tuple[Signal, ...]:
