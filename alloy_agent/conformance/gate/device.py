@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -336,9 +338,11 @@ class SharedDevice:
         living = [s for s in slots if _alive(s.pid)]
         self._dead_slots = sum(1 << s.index for s in slots if s not in living)
         bursts = []
+        spans = sorted((s for t in self._neighbours() for s in t.busy), key=itemgetter(1))
+        ends = [end for _, end in spans]
         for slot in living:
             fetched, missed = producer.state.bursts(slot)
-            bursts += [self._marked(b, lost or missed > 0) for b in fetched]
+            bursts += [_marked(b, lost or missed > 0, spans, ends) for b in fetched]
         return RateSample(
             now_s=now_s,
             bursts=tuple(sorted(bursts, key=lambda b: b.ended_s)),
@@ -348,16 +352,6 @@ class SharedDevice:
             heard_s=now_s,
             comparable=not self.throttled,
             metered=all(_told(s) for s in living),
-        )
-
-    def _marked(self, burst: Burst, lost: bool) -> Burst:
-        spans = [span for tenant in self._neighbours() for span in tenant.busy]
-        touched = lost or any(e > burst.idle_since_s and b < burst.ended_s for b, e in spans)
-        within_s = sum(
-            max(0.0, min(end, burst.ended_s) - max(begin, burst.started_s)) for begin, end in spans
-        )
-        return msgspec.structs.replace(
-            burst, contended=touched, overlap_s=None if lost else within_s
         )
 
     # --- acting ------------------------------------------------------------------------------
@@ -440,6 +434,18 @@ def _least(slots: Sequence[Slot]) -> str:
     """Return the weakest way by which these processes learn of completions."""
     used = [s.completions for s in slots if s.completions is not Completions.UNSEEN]
     return min(used).name.lower() if used else ""
+
+
+def _marked(burst: Burst, lost: bool, spans: list[tuple[float, float]], ends: list[float]) -> Burst:
+    """Return a burst with how neighbours' busy spans, sorted by their ends, lie over it."""
+    late = spans[bisect_right(ends, burst.idle_since_s) :]
+    touching = [(begin, end) for begin, end in late if begin < burst.ended_s]
+    within_s = sum(
+        max(0.0, min(end, burst.ended_s) - max(begin, burst.started_s)) for begin, end in touching
+    )
+    return msgspec.structs.replace(
+        burst, contended=lost or bool(touching), overlap_s=None if lost else within_s
+    )
 
 
 def _alive(pid: int) -> bool:

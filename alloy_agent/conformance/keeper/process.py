@@ -201,10 +201,12 @@ class Keeper:
         if not members.lives(member):
             raise ConfigError(f"tenant {request.name}: pid {request.pid} is gone")
         self._let_go()  # a production tenant that has ended must not keep the next one out
+        self._watcher.forget(request.name)
         environment = self._add(request, adopt=False)
         self._members[request.name] = member
         self._keep()
-        self._tell(boottime_s())  # before the answer: whoever gets it finds the tenant shown
+        view = self.view(boottime_s())  # whoever gets the answer finds the tenant shown
+        self._publish(msgspec.json.encode(view), news=True)
         return {**environment, **self._environment}
 
     def _add(self, join: Join, *, adopt: bool) -> dict[str, str]:
@@ -267,6 +269,7 @@ class Keeper:
                 found.append(
                     Subject(
                         name=join.name,
+                        pid=join.pid,
                         page=page,
                         owner=owner,
                         cgroup=join.cgroup,
@@ -291,17 +294,20 @@ class Keeper:
         if now_s - then_s >= 5.0:
             self._cpu_ratio, self._cpu = (used - used_s) / (now_s - then_s), (now_s, used)
         view = self.view(now_s)
-        path = self._folder / "status.json"
-        fresh = path.with_suffix(".fresh")
-        fresh.write_bytes(msgspec.json.encode(view))
-        fresh.replace(path)
         told = (view.stage == "blind", view.answer, view.bypass, view.held, view.throttled)
         standing = (told, tuple((t.name, t.frozen, t.trouble) for t in view.tenants))
-        if standing != self._told:
-            self._told = standing
-            if self._agent:
-                with contextlib.suppress(OSError):
-                    os.write(1, b".")
+        news, self._told = standing != self._told, standing
+        # a folder on a disk may make its writers wait for longer than a lease lasts
+        self._watcher.later(lambda: self._publish(msgspec.json.encode(view), news))
+
+    def _publish(self, status: bytes, news: bool) -> None:
+        """Put the status in place, and wake the daemon where it changed what others act on."""
+        path = self._folder / "status.json"
+        fresh = path.with_suffix(".fresh")
+        fresh.write_bytes(status)
+        fresh.replace(path)
+        if news and self._agent:
+            os.write(1, b".")
 
     def view(self, now_s: float) -> ShareView:
         """Return how the device stands."""

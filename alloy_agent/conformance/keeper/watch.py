@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ class Subject(Value, frozen=True, kw_only=True):
     """One tenant to be watched: its page, its cgroup ("": none), and the nodes of the device."""
 
     name: str
+    pid: int  # tells it from an earlier tenant of that name
     page: str
     owner: int
     cgroup: str
@@ -145,6 +147,7 @@ class Watcher:
         self._watches: dict[str, _Watch] = {}
         self._cost = WitnessCost()
         self.seen: dict[str, Watched] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop, self._news = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -161,6 +164,14 @@ class Watcher:
     def watch(self, subjects: tuple[Subject, ...]) -> None:
         """Watch these from now on."""
         self._subjects = subjects
+
+    def forget(self, name: str) -> None:
+        """Forget what was seen of an earlier tenant of that name."""
+        self.seen = {known: seen for known, seen in self.seen.items() if known != name}
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Have something done on the watcher's thread, which may wait where the loop must not."""
+        self._tasks.put(task)
         self._news.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -170,14 +181,24 @@ class Watcher:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        due_s = 0.0
         while not self._stop.is_set():
-            begun_s = time.monotonic()
-            with contextlib.suppress(AlloyError, OSError):
-                self._look()
-            self._news.wait(max(0.05, LOOK_EVERY_S - (time.monotonic() - begun_s)))
             self._news.clear()
+            self._do_tasks()
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + LOOK_EVERY_S
+                with contextlib.suppress(AlloyError, OSError):
+                    self._look()
+            self._news.wait(max(0.0, due_s - time.monotonic()))
         for watch in self._watches.values():
             self._detach(watch)
+
+    def _do_tasks(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = self._tasks.get_nowait()
+                with contextlib.suppress(OSError):
+                    task()
 
     def _look(self) -> None:
         wanted = {subject.name: subject for subject in self._subjects}
