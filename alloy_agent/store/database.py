@@ -33,7 +33,7 @@ from alloy_agent.errors import StoreError
 from alloy_agent.store import files, schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 Row = tuple[Any, ...]
@@ -75,6 +75,7 @@ class Database:
         self._pool = threading.Lock()
         self._owner: int | None = None  # the thread inside of a transaction
         self._synchronous = ""
+        self._then: list[Callable[[], None]] = []  # to be done once the transaction is on disk
 
     # --- writing ---
 
@@ -100,9 +101,30 @@ class Database:
                         with contextlib.suppress(sqlite3.Error):
                             if self._writer.in_transaction:
                                 self._writer.execute("ROLLBACK")
+                        self._then.clear()
                         raise
             finally:
                 self._owner = None
+            then, self._then = self._then, []
+            for do in then:
+                do()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Put all that is written inside on disk at once, or none of it.
+
+        Raises:
+            StoreError: The disk refuses; nothing of it is there.
+        """
+        with self._write():
+            yield
+
+    def on_commit(self, do: Callable[[], None]) -> None:
+        """Do something once the transaction of this thread is on disk: now, if there is none."""
+        if self._owner == threading.get_ident():
+            self._then.append(do)
+        else:
+            do()
 
     def _begin(self, *, durable: bool) -> None:
         wanted = "FULL" if durable else "NORMAL"

@@ -4,7 +4,7 @@ Rules that stay true in here:
 
 * Disk first, then memory, then the answer. When the disk refuses, nothing has changed.
 * One command at a time; the view of the node is taken inside of that.
-* A change of a lease is an event in the outbox, written before the command is answered.
+* A change of a lease and its event in the outbox are one transaction: both are on disk, or neither.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -31,6 +32,10 @@ class LeaseStore(Protocol):
 
     def leases(self) -> tuple[Lease, ...]:
         """Return all leases on disk."""
+        ...
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Put all that is written inside on disk at once, or none of it."""
         ...
 
     def save_ledger(self, leases: Iterable[Lease], highest_token: int) -> None:
@@ -63,15 +68,16 @@ class LeaseDesk:
     Args:
         store: Where the ledger lives.
         view: Takes the present view of the node.
-        on_change: Told of every change after it is on disk and before the command is answered; with
-            the id of the command, and the time of the view. It must not call the desk.
+        on_change: Told of every change inside of the transaction that puts it on disk, before the
+            command is answered; with the id of the command, and the time of the view. What it
+            writes to the store is on disk with the change. It must not call the desk.
     """
 
     def __init__(
         self,
         store: LeaseStore,
         view: Callable[[], leases.View],
-        on_change: Callable[[leases.Change, str, float], None] | None = None,
+        on_change: Callable[[leases.Change, str, float], object] | None = None,
     ) -> None:
         self._store = store
         self._view = view
@@ -129,12 +135,14 @@ class LeaseDesk:
             view = self._view()
             outcome = leases.decide(self._ledger, command, view)
             if outcome.ledger != self._ledger:
-                _save(self._store, self._ledger, outcome.ledger)
+                with self._store.transaction():
+                    _save(self._store, self._ledger, outcome.ledger)
+                    for change in outcome.changes:
+                        if self._on_change is not None:
+                            self._on_change(change, command_id, view.now_s)
                 self._ledger = outcome.ledger
             for change in outcome.changes:
                 _log(change)
-                if self._on_change is not None:
-                    self._on_change(change, command_id, view.now_s)
             if outcome.reply.refusal is not None:
                 LOG.info(
                     "lease_refused",
@@ -167,7 +175,7 @@ def _load(store: LeaseStore) -> leases.Ledger:
 
 
 def _save(store: LeaseStore, before: leases.Ledger, after: leases.Ledger) -> None:
-    """Put a ledger on disk. What ended goes first: half of it done is still the truth."""
+    """Put a ledger on disk. What ended goes first: half of it done would still be the truth."""
     if (before.ended, before.brain_epoch) != (after.ended, after.brain_epoch):
         memory = _Memory(brain_epoch=after.brain_epoch, ended=after.ended)
         store.set_meta(META, msgspec.json.encode(memory).decode())

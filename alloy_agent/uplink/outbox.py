@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from alloy_agent.host.clock import boottime_s, wall_s
@@ -38,6 +39,14 @@ BOOT_KEY = "uplink_boot"  # "<boot id> <first sequence of that boot>"
 
 class OutboxStore(Protocol):
     """What the outbox asks of the store."""
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Put what is written inside on disk at once; nested in another, with that."""
+        ...
+
+    def on_commit(self, do: Callable[[], None]) -> None:
+        """Do something once the present transaction is on disk."""
+        ...
 
     def outbox_add(  # noqa: PLR0913 - as the store has it
         self,
@@ -139,6 +148,9 @@ class Outbox:
     def add(self, event: pb.AgentMessage) -> int:
         """Keep one event, durably, and return its sequence.
 
+        Inside of a transaction of the store it is on disk with the rest of that, or not at all, and
+        is sent after.
+
         Raises:
             StoreError: The disk refused; the event is not kept.
         """
@@ -146,7 +158,8 @@ class Outbox:
         if kind is None:
             raise ValueError("an event needs a body")
         event.sent_boottime_ms = round(boottime_s() * 1e3)
-        with self._mutex:
+        # The store's own order comes first: whoever adds may be inside of a transaction already.
+        with self._store.transaction(), self._mutex:
             keep = ESSENTIAL if self._waiting < 2 * self._max_rows else FINDING
             row = self._store.outbox_add(
                 self._node,
@@ -156,12 +169,17 @@ class Outbox:
                 max_bytes=MAX_BYTES,
                 keep=keep,
             )
-            self._last = row.sequence
+            self._store.on_commit(lambda: self._added(row.sequence))
+        return row.sequence
+
+    def _added(self, sequence: int) -> None:
+        """Count an event that is on disk, and have it sent."""
+        with self._mutex:
+            self._last = max(self._last, sequence)
             self._waiting += 1
             if self._waiting > self._max_rows:
                 self._note_full()
         self._wake()
-        return row.sequence
 
     def _note_full(self) -> None:
         state = self._store.outbox_state()
@@ -195,7 +213,7 @@ class Outbox:
 
     def acknowledge(self, through: int) -> int:
         """Forget events up to a sequence; return how many there were."""
-        with self._mutex:
+        with self._store.transaction(), self._mutex:
             count = self._store.outbox_acknowledge(through)
             self._waiting = max(0, self._waiting - count)
             if self._waiting < self._max_rows:
@@ -210,7 +228,7 @@ class Outbox:
         """
         if after > self._last:
             LOG.warning("outbox_went_back", extra={"brain_has": after, "node_has": self._last})
-            with self._mutex:
+            with self._store.transaction(), self._mutex:
                 self._epoch = self._new_epoch()
         else:
             self.acknowledge(after)

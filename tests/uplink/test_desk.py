@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from alloy_agent.model import LeaseId, PartitionId, TenantId
 from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.proto.failures import raise_failure
 from alloy_agent.store import Store
+from alloy_agent.uplink import codec
 from alloy_agent.uplink.desk import LeaseDesk, LeaseStore, _load, _save
+from alloy_agent.uplink.outbox import Outbox
 from tests.test_leases import LeaseMachine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +206,126 @@ def test_killed_between_reserve_and_commit(tmp_path: Path) -> None:
     assert desk.handle(commit("l1", token)).status == pb.STATUS_OK
     assert desk.handle(reserve("l2")).refusal == pb.REFUSAL_ALREADY_LEASED
     store.close()
+
+
+KILLED = """
+import os, signal, sys
+from tests.uplink.test_desk import LeaseDesk, Store, Outbox, commit, event_of, pb, reserve, view
+
+folder, point = sys.argv[1:]
+store = Store.open(folder)
+outbox = Outbox(store, "node", "boot-a", 1000)
+desk = LeaseDesk(store, view, lambda change, command, now_s: outbox.add(event_of(change, now_s)))
+desk.handle(reserve("l0"))
+desk.handle(pb.BrainMessage(id="x", epoch=1, release=pb.Release(lease="l0", tenant="blue")))
+
+
+def die(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after(name):
+    inner = getattr(store, name)
+
+    def wrapped(*args, **kwargs):
+        found = inner(*args, **kwargs)
+        die()
+        return found
+
+    return wrapped
+
+
+name, _, when = point.partition(":")
+setattr(store, name, die if when == "before" else after(name))
+desk.handle(reserve("l1"))
+"""
+
+
+def event_of(change: leases.Change, now_s: float) -> pb.AgentMessage:
+    """Return the event of a change, as the daemon's feed makes it."""
+    return pb.AgentMessage(lease_change=codec.lease_change(change, now_s))
+
+
+def told(store: Store) -> list[str]:
+    """Return the lease of every event that waits."""
+    outbox = Outbox(store, "node", "boot-a", 1000)
+    return [message.lease_change.lease.id for message in outbox.pending(0)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("point", ["set_meta", "save_ledger", "outbox_add", "_commit"])
+def test_a_lease_and_its_event_are_on_disk_together_or_not_at_all(
+    tmp_path: Path, point: str, when: str
+) -> None:
+    """Killed -9 anywhere around a grant, the next start has both the lease and its event, or none.
+
+    Asked again, the command then gives exactly one of each.
+    """
+    folder = str(tmp_path / "state")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, folder, f"{point}:{when}"], cwd=ROOT, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    store = Store.open(folder)
+    held = [lease.id for lease in store.leases() if lease.id == "l1"]
+    events = [lease for lease in told(store) if lease == "l1"]
+    assert held == events
+    outbox = Outbox(store, "node", "boot-a", 1000)
+    desk = LeaseDesk(
+        store, view, lambda change, command, now_s: outbox.add(event_of(change, now_s))
+    )
+    assert desk.handle(reserve("l1")).status == pb.STATUS_OK
+    assert told(store).count("l1") == 1
+    store.close()
+
+
+def test_an_event_that_the_disk_refuses_takes_its_change_back(store: Store) -> None:
+    """No lease changes without its event: the ledger, the outbox and the counts are as before."""
+    outbox = Outbox(store, "node", "boot-a", 1000)
+    woken: list[int] = []
+    outbox.on_event(lambda: woken.append(len(outbox.pending(0))))
+
+    def refuse(change: leases.Change, command: str, now_s: float) -> None:
+        outbox.add(event_of(change, now_s))
+        raise StoreError("the disk is full")
+
+    desk = LeaseDesk(store, view, refuse)
+    with pytest.raises(StoreError):
+        desk.handle(reserve())
+    assert desk.ledger.leases == ()
+    assert store.leases() == ()
+    assert (outbox.waiting, told(store), woken) == (0, [], [])
+    desk = LeaseDesk(store, view, lambda c, _id, now_s: outbox.add(event_of(c, now_s)))
+    desk.handle(reserve())
+    assert woken == [1]  # the sender is woken once the event can be read
+
+
+def test_adding_and_acknowledging_from_many_threads_ends(store: Store) -> None:
+    """A desk that adds inside of its transaction and a sender that acknowledges never block."""
+    outbox = Outbox(store, "node", "boot-a", 1000)
+    desk = LeaseDesk(store, view, lambda c, _id, now_s: outbox.add(event_of(c, now_s)))
+
+    def lend() -> None:
+        for number in range(40):
+            desk.handle(reserve(f"l{number}"))
+            back = pb.Release(lease=f"l{number}", tenant="blue")
+            desk.handle(pb.BrainMessage(id=f"x{number}", epoch=1, release=back))
+            desk.cleared(LeaseId(f"l{number}"))
+
+    def send() -> None:
+        while not over.is_set():
+            outbox.acknowledge(outbox.last_sequence)
+
+    over = threading.Event()
+    sender = threading.Thread(target=send, daemon=True)
+    lender = threading.Thread(target=lend, daemon=True)
+    sender.start()
+    lender.start()
+    lender.join(120.0)
+    over.set()
+    sender.join(60.0)
+    assert not lender.is_alive()
+    assert not sender.is_alive()
 
 
 @pytest.mark.parametrize("dies_after", [0, 1])
