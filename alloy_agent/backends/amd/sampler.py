@@ -8,6 +8,7 @@ not supported, and nothing of the whole device stands in for it.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -98,11 +99,13 @@ class Sampler:
         self._memory: dict[int, float] = {}
         self._memory_s: float | None = None
         self.refused = 0
+        self._row = Row(0)
 
     def announce(self, device: str, partitions: tuple[Partition, ...]) -> tuple[SignalSpec, ...]:
         """Set the columns to fill from now on."""
         self._partitions = partitions
         self.specs = specs_of(device, partitions)
+        self._row = Row(len(self.specs))
         return self.specs
 
     def users(self, processes: Sequence[KfdProcess]) -> None:
@@ -149,19 +152,22 @@ class Sampler:
         metrics = self._read()
         fresh = self._fresh(metrics, now_s)
         device = self._device_values(metrics, now_s) | self._slow_values(now_s)
+        row = self._row
+        row.clear(now_s)
         slot = 0
         for name, *_ in _DEVICE:
-            _put(sink, slot, device.get(name), fresh if name not in self._slow else True, now_s)
+            row.set(slot, device.get(name), fresh=fresh or name in self._slow)
             slot += 1
         for partition in self._partitions:
             values = self._partition_values(partition, metrics)
             gone = partition.id not in live
             for name, *_ in _PARTITION:
                 if gone:
-                    sink.put(slot, 0.0, Quality.STALE)
+                    row.silence(slot, Quality.STALE)
                 else:
-                    _put(sink, slot, values.get(name), fresh, now_s)
+                    row.set(slot, values.get(name), fresh=fresh)
                 slot += 1
+        row.put(sink)
 
     # --- inside ---
 
@@ -254,11 +260,37 @@ class Sampler:
         }
 
 
-def _put(sink: SignalSink, slot: int, value: float | None, fresh: bool, now_s: float) -> None:
-    if value is None:
-        sink.put(slot, 0.0, Quality.NOT_SUPPORTED)
-    else:
-        sink.put(slot, value, Quality.VALUE if fresh else Quality.STALE, now_s)
+class Row:
+    """One sample of all slots, put in one call; what is no fresh value is put after it."""
+
+    def __init__(self, count: int) -> None:
+        self._values = array("d", [0.0]) * count
+        self._silent: dict[int, Quality] = {}
+        self._now_s = 0.0
+
+    def clear(self, now_s: float) -> None:
+        """Begin a sample."""
+        self._silent.clear()
+        self._now_s = now_s
+
+    def set(self, slot: int, value: float | None, *, fresh: bool) -> None:
+        """Set a slot's value, or that the source does not tell it."""
+        if value is None:
+            self.silence(slot, Quality.NOT_SUPPORTED)
+            return
+        self._values[slot] = value
+        if not fresh:
+            self._silent[slot] = Quality.STALE
+
+    def silence(self, slot: int, quality: Quality) -> None:
+        """Set that a slot has no value now."""
+        self._values[slot], self._silent[slot] = 0.0, quality
+
+    def put(self, sink: SignalSink) -> None:
+        """Put every slot."""
+        sink.put_many(0, self._values, source_time_s=self._now_s)
+        for slot, quality in self._silent.items():
+            sink.put(slot, self._values[slot], quality)
 
 
 def error_totals(blocks: dict[str, dict[str, int]]) -> tuple[float | None, float | None]:

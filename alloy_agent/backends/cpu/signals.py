@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -67,6 +68,7 @@ class SignalReader:
     def __init__(self, proc_root: str, sys_root: str) -> None:
         self._proc, self._sys = proc_root, sys_root
         self._cells: dict[DeviceId, tuple[_Cell, ...]] = {}
+        self._values: dict[DeviceId, array[float]] = {}
 
     def specs(
         self,
@@ -81,15 +83,23 @@ class SignalReader:
         for partition in partitions:
             columns += [c for c in _partition_columns(partition, topology) if c.path is not None]
         self._cells[device] = tuple(_Cell(column) for column in columns)
+        self._values[device] = array("d", [0.0]) * len(columns)
         return tuple(column.spec for column in columns)
 
     def sample(self, device: DeviceId, sink: SignalSink) -> bool:
         """Read every column of a device once; return whether it has any."""
         cells = self._cells.get(device, ())
+        if not cells:
+            return False
+        values, silent = self._values[device], []
         for slot, cell in enumerate(cells):
-            value, quality = _read(cell)
-            sink.put(slot, value, quality)
-        return bool(cells)
+            values[slot], quality = _read(cell)
+            if quality is not Quality.VALUE:
+                silent.append((slot, quality))
+        sink.put_many(0, values)
+        for slot, quality in silent:
+            sink.put(slot, values[slot], quality)
+        return True
 
     def release(self, device: DeviceId) -> None:
         """Close a device's descriptors; its columns stay and open again when sampled."""

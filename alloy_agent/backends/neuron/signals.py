@@ -11,7 +11,9 @@ change; `pe_cntrs` are cycle counts per row group of the tensor engine. Executio
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -77,7 +79,8 @@ class Sampler:
     def __init__(self, found: Sequence[Column], tree: DeviceTree) -> None:
         self._columns = tuple(found)
         self._tree = tree
-        self._last = [0.0] * len(found)
+        self._last = array("d", [0.0]) * len(found)
+        self._times_s = array("d", [math.nan]) * len(found)
         self._kept = [ABSENT] * len(found)
         self._due_s = [0.0] * len(found)
         self.specs = tuple(column.spec for column in found)
@@ -93,10 +96,11 @@ class Sampler:
             alive: Incarnations of the grants of the moment.
             sink: Where values go.
         """
-        last, now_s = self._last, time.clock_gettime(time.CLOCK_BOOTTIME)
+        last, times_s = self._last, self._times_s
+        now_s, silent = time.clock_gettime(time.CLOCK_BOOTTIME), []
         for slot, column in enumerate(self._columns):
             if column.incarnation and column.incarnation not in alive:
-                sink.put(slot, last[slot], Quality.STALE)
+                silent.append((slot, Quality.STALE))
                 continue
             if now_s >= self._due_s[slot]:
                 self._due_s[slot] = now_s + (column.spec.refresh_period_s or 0.0)
@@ -106,10 +110,13 @@ class Sampler:
                 self._kept[slot] = found
             found = self._kept[slot]
             if found.value is None:
-                sink.put(slot, last[slot], found.quality)
+                silent.append((slot, found.quality))
             else:
                 last[slot] = found.value
-                sink.put(slot, found.value, Quality.VALUE, found.source_s)
+                times_s[slot] = math.nan if found.source_s is None else found.source_s
+        sink.put_many(0, last, source_time_s=times_s)
+        for slot, quality in silent:
+            sink.put(slot, last[slot], quality)
 
 
 class Epochs:

@@ -21,7 +21,7 @@ def open_backend(options: dict[str, Json]) -> NvidiaBackend:
     """Return the backend; that there is no driver or library is said by its calls.
 
     Options: `library` ("" for the driver's own; a path; "module:factory" for a stand-in),
-    `library_options` (for the factory), `root` (where `/proc` and `/sys` are).
+    `library_options` (for the factory), `root` (where `/proc` and `/sys` are), `calls_per_tick`.
     """
     library = options.get("library")
     inner = options.get("library_options")
@@ -29,4 +29,8 @@ def open_backend(options: dict[str, Json]) -> NvidiaBackend:
     module = load(
         library if isinstance(library, str) else "", inner if isinstance(inner, dict) else {}
     )
-    return NvidiaBackend(Nvml(module), Path(root if isinstance(root, str) else "/"))
+    backend = NvidiaBackend(Nvml(module), Path(root if isinstance(root, str) else "/"))
+    calls = options.get("calls_per_tick")
+    if isinstance(calls, int):
+        backend.calls_max = calls
+    return backend

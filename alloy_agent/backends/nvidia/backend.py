@@ -16,7 +16,7 @@ from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError, translated
 from alloy_agent.backends.nvidia.shares import Shares
-from alloy_agent.backends.nvidia.signals import Sampler
+from alloy_agent.backends.nvidia.signals import CALLS_MAX, Sampler
 from alloy_agent.errors import DeviceBusyError, UnsupportedError
 from alloy_agent.host.cgroupfs import CgroupFs
 from alloy_agent.host.deviceprograms import DevicePrograms
@@ -47,6 +47,7 @@ class NvidiaBackend:
 
     def __init__(self, nvml: Nvml, root: Path = Path("/"), cgroups: CgroupFs | None = None) -> None:
         self.name = view.NAME
+        self.calls_max = CALLS_MAX
         self.nvml = nvml
         self._root = root
         self._proc = root / "proc"
@@ -221,7 +222,7 @@ class NvidiaBackend:
             before = self._samplers.pop(device, None)
             if before is not None:
                 before.release()
-            sampler = Sampler(gpu, partitions)
+            sampler = Sampler(gpu, partitions, self.calls_max)
             self._samplers[device] = sampler
         return sampler.specs
 

@@ -1,10 +1,12 @@
 """The fast signals of one GPU: one batch of field values, memory, and GPM where there is any.
 
 A tick makes one call for the counters (`nvmlDeviceGetFieldValues`: per-field error and time
-stamp), joined once a second by the error counters, and at most `CALLS_MAX` calls in all: each is an
+stamp), joined once a second by the error counters, and at most `calls_max` calls in all: each is an
 ioctl, and the driver serialises them. What is due beyond that waits for the next ticks: partitions
-take turns, and the last value is put again with its own source time. GPM needs 100 ms between two
-samples; with seven instances at 10 Hz a turn comes every 0.4 s.
+take turns, none twice before each had one, and the last value is put again with its own source
+time. GPM needs 100 ms between two samples; with seven instances, eight calls a tick and ten ticks a
+second a turn comes every 0.4 s, with 32 calls every 0.1 s. What the period really is, is measured
+where the values are read and published with them.
 
 Handles: GPM buffers and MIG device handles are held between ticks, and only here; `release` lets go
 of them. A MIG handle may come to mean a successor, and a driver need not announce that. So what was
@@ -29,6 +31,7 @@ from alloy_agent.backends.nvidia.library import (
     NO_PERMISSION,
     NvmlCallError,
 )
+from alloy_agent.host.clock import boottime_s
 from alloy_agent.model import Partition, Quality, Scope, SignalSpec
 
 MEMORY_V2: Final = 0x02000028  # nvml.h: nvmlMemory_v2
@@ -40,7 +43,7 @@ MEMORY_PERIOD_S: Final = 0.5
 COUNTER_PERIOD_S: Final = 0.02
 SLOW_PERIOD_S: Final = 1.0
 CHECK_S: Final = 0.1
-CALLS_MAX: Final = 8  # of one tick on one GPU
+CALLS_MAX: Final = 8  # of one tick on one GPU, unless the settings say otherwise
 GPM_CALLS: Final = 3  # of one turn: UUID, sample, metrics
 MEMORY_CALLS: Final = 2
 FIELD_TIME_MAX_S: Final = 3600.0  # a time stamp farther off than this is not believed
@@ -89,11 +92,18 @@ _MEMORY, _POWER, _ENERGY, _HEADROOM, _THROTTLE, _ECC_C, _ECC_U, _REPLAY, _ACTION
 _ACTIVE, _USED, _BANDWIDTH = range(3)
 
 
-def specs_of(gpu: Gpu, partitions: tuple[Partition, ...]) -> tuple[SignalSpec, ...]:
-    """Return the columns of a GPU and its partitions."""
+def specs_of(
+    gpu: Gpu, partitions: tuple[Partition, ...], calls_max: int = CALLS_MAX
+) -> tuple[SignalSpec, ...]:
+    """Return the columns of a GPU and its partitions; periods are those at ten ticks a second."""
     rows = [(str(gpu.id), Scope.DEVICE, row) for row in _DEVICE]
+    each = max(1, (calls_max - 1) // GPM_CALLS)  # turns that a tick has calls for
+    turn_s = GPM_PERIOD_S * max(1, math.ceil(len(partitions) / each))
     for partition in partitions:
-        rows += [(str(partition.id), Scope.PARTITION, row) for row in _PARTITION]
+        rows += [
+            (str(partition.id), Scope.PARTITION, (*row[:3], max(row[3], turn_s)))
+            for row in _PARTITION
+        ]
     return tuple(
         SignalSpec(
             name=name,
@@ -184,9 +194,23 @@ class _Turn:
 class Sampler:
     """Fills the slots of one GPU. Used by one thread at a time."""
 
-    def __init__(self, gpu: Gpu, partitions: tuple[Partition, ...]) -> None:
-        self._gpu = gpu
-        self.specs = specs_of(gpu, partitions)
+    def __init__(
+        self,
+        gpu: Gpu,
+        partitions: tuple[Partition, ...],
+        calls_max: int = CALLS_MAX,
+        clock: Callable[[], float] = boottime_s,
+    ) -> None:
+        """Announce the columns; nothing is opened before `fill`.
+
+        Args:
+            gpu: Whose slots these are.
+            partitions: Its partitions, in the order of their slots.
+            calls_max: The most vendor calls of one tick.
+            clock: Boot time in seconds.
+        """
+        self._gpu, self._calls_max, self._clock = gpu, calls_max, clock
+        self.specs = specs_of(gpu, partitions, calls_max)
         self._columns = _Columns(len(self.specs))
         cells = [_Cell(self._columns, slot) for slot in range(len(self.specs))]
         device, width = len(_DEVICE), len(_PARTITION)
@@ -203,7 +227,7 @@ class Sampler:
         self._memory_version: int | None = MEMORY_V2
         self._bound = False
         self._metrics: Any = None
-        self._clock_shift_s = time.time() - _boot_s()
+        self._clock_shift_s = time.time() - clock()
         self._headroom: Callable[[], float | None] | None = None
 
     def fill(self, sink: SignalSink) -> None:
@@ -212,14 +236,14 @@ class Sampler:
         Raises:
             NvmlCallError: The GPU has gone.
         """
-        now_s = _boot_s()
+        now_s = self._clock()
         first = not self._bound
         if first:
             self._bind()
-        left = CALLS_MAX - 1 - self._getters
+        left = self._calls_max - 1 - self._getters
         if now_s >= self._slow_due_s:
             self._slow_due_s = now_s + SLOW_PERIOD_S
-            self._clock_shift_s = time.time() - _boot_s()
+            self._clock_shift_s = time.time() - self._clock()
             self._fields(FAST + SLOW, now_s)
             self._device[_HEADROOM].set(self._read_headroom(), now_s)
             left -= 2
@@ -228,19 +252,24 @@ class Sampler:
         if first:  # nothing was read yet: what has no turn now would seem not to be supported
             for _ in self._turns:
                 self._memory_turn(now_s, left)
-        left = self._memory_turn(now_s, left)
+        left = self._memory_turn(now_s, left, late_s=MEMORY_PERIOD_S)
         if self._gpu.identity().gpm:
             left = self._activity_turns(now_s, left)
         while left >= MEMORY_CALLS and (rest := self._memory_turn(now_s, left)) < left:
             left = rest
         self._columns.put(sink)
 
-    def _memory_turn(self, now_s: float, left: int) -> int:
-        """Read the used bytes of the next one that is due; return how many calls are left."""
+    def _memory_turn(self, now_s: float, left: int, late_s: float = 0.0) -> int:
+        """Read the used bytes of the next one that is due; return how many calls are left.
+
+        With `late_s` an instance is due only so much later: its turn of activity reads its memory
+        with one call less.
+        """
         for _ in self._turns:
             turn = self._turns[self._turn]
             self._turn = (self._turn + 1) % len(self._turns)
-            if now_s >= turn.due_s and not turn.absent():
+            due_s = turn.due_s if turn.seat is None else turn.due_s + late_s
+            if now_s >= due_s and not turn.absent():
                 turn.due_s = now_s + MEMORY_PERIOD_S
                 return left - self._memory(turn.seat, now_s)
         return left
@@ -250,10 +279,16 @@ class Sampler:
         for _ in self._seats:
             if left < GPM_CALLS:
                 break
-            seat = self._seats[self._gpm_turn]
-            self._gpm_turn = (self._gpm_turn + 1) % len(self._seats)
-            if self._activity(seat, now_s):
-                left -= GPM_CALLS
+            number = self._gpm_turn
+            seat, turn = self._seats[number], self._turns[number + 1]
+            self._gpm_turn = (number + 1) % len(self._seats)
+            if not self._activity(seat, now_s):
+                continue
+            left -= GPM_CALLS
+            if left and now_s >= turn.due_s and not turn.absent():
+                turn.due_s = now_s + MEMORY_PERIOD_S
+                self._memory(seat, now_s)  # just checked, so one call
+                left -= 1
         return left
 
     # --- handles ---
@@ -477,10 +512,6 @@ def _quality(failure: NvmlCallError) -> Quality:
     if failure.code == NO_PERMISSION:
         return Quality.NOT_PERMITTED
     return Quality.NOT_SUPPORTED if failure.code in ABSENT else Quality.STALE
-
-
-def _boot_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def used_bytes(gpu: Gpu) -> int | None:
