@@ -32,7 +32,7 @@ SLOT_HEAD_BYTES: Final = 256
 BURST: Final = struct.Struct("<6Q")
 SLOT_BYTES: Final = SLOT_HEAD_BYTES + RING * BURST.size
 STATE_BYTES: Final = HEAD_BYTES + SLOTS * SLOT_BYTES
-SLOT: Final = struct.Struct("<2I12Q2I")
+SLOT: Final = struct.Struct("<2I12Q2IQ")
 ORDER: Final = struct.Struct("<Q2I3Q3d4Qd2Q")
 ORDER_BYTES: Final = 4096
 SEQUENCE_AT: Final = 16
@@ -67,6 +67,7 @@ class Slot(Value, frozen=True, kw_only=True):
     waited_s: float
     device_s: float
     completions: Completions = Completions.UNSEEN
+    captured: int = 0  # calls that were only written down, for a graph
 
     @property
     def outstanding(self) -> int:
@@ -213,6 +214,7 @@ def _slot(index: int, raw: bytes) -> Slot:
         waited_s=fields[12] * 1e-9,
         device_s=fields[13] * 1e-9,
         completions=Completions(min(fields[15], Completions.COUNTED)),
+        captured=fields[16],
     )
 
 

@@ -29,6 +29,7 @@ from typing import Final
 
 import msgspec
 
+from alloy_agent.conformance.gate.entries import LAUNCHES
 from alloy_agent.conformance.gate.pages import StatePage
 from alloy_agent.conformance.gate.witness import Witness, symbol_offsets
 from alloy_agent.conformance.keeper.messages import Watched, WitnessCost, counts_differ
@@ -45,14 +46,6 @@ SPAN_S: Final = 10.0  # over which a slow trickle around the gate adds up
 DRIVERS: Final = ("libcuda.so", "libamdhip64.so", "liballoyemu.so")
 GATE: Final = "liballoygate.so"
 NOP: Final = bytes.fromhex("0f1f440000")  # our own entry points begin with it
-LAUNCHES: Final = (
-    *("cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync", "cuLaunchKernel", "cuLaunchKernel_ptsz"),
-    *("cuLaunchKernelEx", "cuLaunchKernelEx_ptsz", "cuLaunchCooperativeKernel"),
-    *("cuLaunchCooperativeKernel_ptsz", "cuGraphLaunch", "cuGraphLaunch_ptsz"),
-    *("hipLaunchKernel", "hipLaunchKernel_spt", "hipExtLaunchKernel", "hipModuleLaunchKernel"),
-    *("hipExtModuleLaunchKernel", "hipLaunchCooperativeKernel", "hipGraphLaunch"),
-    *("emuLaunchKernel", "emuGraphLaunch"),
-)  # Source: the entry points of gate.c
 File = tuple[int, int]  # device and inode
 
 
@@ -98,10 +91,11 @@ class _Tally:
             born_ns, before = self._slots.get(slot.index, (0, 0))
             if born_ns and born_ns != slot.attached_ns:
                 whole, before = False, 0  # the slot's last owner may have launched since we looked
-            if slot.launched < before:
-                whole, before = False, slot.launched
-            self.total += slot.launched - before
-            self._slots[slot.index] = (slot.attached_ns, slot.launched)
+            called = slot.launched + slot.captured  # the kernel counts calls, not what they do
+            if called < before:
+                whole, before = False, called
+            self.total += called - before
+            self._slots[slot.index] = (slot.attached_ns, called)
         return whole
 
 
