@@ -747,7 +747,7 @@ def process(host: NvidiaHost, pid: int, **how: Any) -> None:
     environ = "\0".join(f"{k}={v}" for k, v in how.get("environ", {}).items())
     (place / "environ").write_bytes(environ.encode())
     (place / "ns/mnt").symlink_to(f"mnt:[{how.get('namespace', 1)}]")
-    for number, node in enumerate(how.get("nodes", ())):
+    for number, node in enumerate(["/dev/nvidiactl", *how.get("nodes", ())]):
         (place / "fd" / str(number)).symlink_to(node)
     for node in how.get("dev", ()):
         file = place / "root" / node.lstrip("/")

@@ -15,6 +15,7 @@ from alloy_agent.backends.nvidia.events import EventWaiter
 from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError, translated
+from alloy_agent.backends.nvidia.mps import Asker
 from alloy_agent.backends.nvidia.shares import Shares
 from alloy_agent.backends.nvidia.signals import CALLS_MAX, Sampler
 from alloy_agent.errors import DeviceBusyError, UnsupportedError
@@ -57,6 +58,7 @@ class NvidiaBackend:
         self._rows = view.RowsSeen()
         self._shares = Shares(root, cgroups)
         self._programs = DevicePrograms()
+        self._mps = Asker(root)
         self._quiet: set[str] = set()
         self._samplers: dict[str, Sampler] = {}
         self._driver = ""
@@ -261,7 +263,7 @@ class NvidiaBackend:
         with translated(device), gpu.lock:
             seen, partitions, pieces = self._read(gpu)
             reading = evidence.Reading(
-                gpu, seen, partitions, pieces, self._proc, self._shares, self._programs
+                gpu, seen, partitions, pieces, self._proc, self._shares, self._programs, self._mps
             )
             return evidence.collect(reading)
 

@@ -14,6 +14,7 @@ from alloy_agent.backends.nvidia.library import (
     Nvml,
     NvmlCallError,
 )
+from alloy_agent.backends.nvidia.sighting import initial_namespace
 from alloy_agent.model import Diagnosis
 
 CAP_SYS_ADMIN: Final = 21
@@ -37,7 +38,20 @@ def diagnose(nvml: Nvml, root: Path) -> tuple[Diagnosis, ...]:
     except NvmlCallError as failure:
         return (*lines, _refused(failure))
     lines += [_library(nvml), _gpus(nvml), *_functions(nvml), *_permission(nvml)]
+    lines.append(_namespace(root))
     return tuple(lines)
+
+
+def _namespace(root: Path) -> Diagnosis:
+    """Return whether this agent sees the host's processes, whose pids the driver tells."""
+    if initial_namespace(root / "proc"):
+        return Diagnosis(subject="pid namespace", ok=True, found="the host's")
+    return Diagnosis(
+        subject="pid namespace",
+        ok=False,
+        found="one of the agent's own: processes on the GPUs cannot be told",
+        cure="run the agent in the host's pid namespace (hostPID: true)",
+    )
 
 
 def _driver(root: Path) -> Diagnosis:

@@ -12,6 +12,7 @@ from alloy_agent.backends.nvidia.gpu import Gpu
 from alloy_agent.backends.nvidia.instances import Piece
 from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes, v2_folder
 from alloy_agent.backends.nvidia.shares import Limit, ShareRecord, Shares
+from alloy_agent.backends.nvidia.sighting import sighted
 from alloy_agent.backends.nvidia.signals import used_bytes
 from alloy_agent.backends.nvidia.view import piece_id
 from alloy_agent.host.deviceprograms import DevicePrograms
@@ -83,23 +84,28 @@ class Reading(NamedTuple):
     proc: Path
     shares: Shares
     programs: DevicePrograms
+    mps: mps.Asker
 
 
 def collect(reading: Reading) -> tuple[Fact, ...]:
     """Return all facts of one GPU and its partitions."""
     facts = Facts()
     told = reading.gpu.told_processes()
-    processes = told or ()
-    places = _places(processes, reading)
+    in_shares = _in_shares(reading)
+    seen = sighted(reading.proc, (pid for pid, _, _ in told or ()), frozenset(in_shares or ()))
+    processes = tuple((seen[pid].pid, instance, used) for pid, instance, used in told or ())
+    notes = {sight.pid: sight.note for sight in seen.values() if sight.note}
+    places = _places(processes, reading, in_shares)
     _device_facts(facts, reading)
+    _mps_fact(facts, reading, processes)
     if told is None:
         facts.absent(reading.gpu.id, "device.clients", UNTOLD, PROCESSES)
     else:
-        _clients_fact(facts, reading, places)
+        _clients_fact(facts, reading, places, notes)
     for partition in reading.partitions:
         inside = [process for process in processes if places[process[0]] == partition.id]
         piece = next((p for p in reading.pieces if piece_id(reading.gpu, p) == partition.id), None)
-        _partition_facts(facts, partition, None if told is None else inside, reading)
+        _partition_facts(facts, partition, None if told is None else inside, reading, notes)
         if partition.share is Share.EXCLUSIVE:
             _memory_fact(facts, partition, piece, inside)
         else:
@@ -109,9 +115,10 @@ def collect(reading: Reading) -> tuple[Fact, ...]:
     return tuple(facts.found)
 
 
-def _places(processes: tuple[Process, ...], reading: Reading) -> dict[int, str]:
+def _places(
+    processes: tuple[Process, ...], reading: Reading, shared: dict[int, str] | None
+) -> dict[int, str]:
     """Return, by pid, the partition that a process works in; "" is in none."""
-    shared = _in_shares(reading)
     if shared is not None:
         return {pid: shared.get(pid, "") for pid, _, _ in processes}
     by_instance = {p.locator.get("gi"): str(p.id) for p in reading.partitions}
@@ -154,7 +161,6 @@ def _device_facts(facts: Facts, reading: Reading) -> None:
         facts.add(gpu.id, "driver.version", seen.driver, "nvmlSystemGetDriverVersion")
     _unattributed_fact(facts, reading)
     _throttling_fact(facts, gpu)
-    _mps_fact(facts, reading)
     architecture = gpu.maybe("nvmlDeviceGetArchitecture")
     floor = FLOORS.get(-1 if architecture is None else int(architecture))
     if floor:
@@ -191,29 +197,51 @@ def _throttling_fact(facts: Facts, gpu: Gpu) -> None:
     facts.add(gpu.id, "device.throttling", {"reasons": active}, method)
 
 
-def _mps_fact(facts: Facts, reading: Reading) -> None:
-    """Add what an MPS control daemon, if one runs, was told to give each client."""
-    control, servers = mps.daemons(reading.proc)
-    method = "/proc/<pid>/environ of nvidia-cuda-mps-control and its clients"
+COMPUTE_MODES: Final = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive"}
+
+
+def _mps_fact(facts: Facts, reading: Reading, processes: tuple[Process, ...]) -> None:
+    """Add what an MPS control daemon, if one runs, gives each client: asked of it where it can."""
+    control, running = mps.daemons(reading.proc)
     if control is None:
+        method = "/proc/<pid>: no nvidia-cuda-mps-control"
         facts.add(reading.gpu.id, "mps.control", {"running": False}, method)
         return
+    answer = reading.mps.ask(control)
+    asked = isinstance(answer, mps.Answer)
+    servers = answer.servers if isinstance(answer, mps.Answer) else ()
+    default = answer.thread_percentage if isinstance(answer, mps.Answer) else None
+    of_client = {pid: server for server in servers for pid in server.clients or ()}
+    known = {server.pid for server in servers} | set(running)
+    mode = reading.gpu.maybe("nvmlDeviceGetComputeMode")
     value: Json = {
         "running": True,
         "pid": control.pid,
-        "thread_percentage": control.thread_percentage,
+        "uid": control.uid,
+        "asked": asked,
+        "reason": "" if isinstance(answer, mps.Answer) else answer,
+        "thread_percentage": default if asked else control.thread_percentage,
         "pinned_memory": control.pinned_memory,
-        "servers": [*servers],
+        "compute_mode": None if mode is None else COMPUTE_MODES.get(int(mode), f"{int(mode)}"),
+        "servers": [*sorted(known)],
         "clients": [
-            {"pid": pid, "thread_percentage": mps.thread_percentage(reading.proc, pid)}
-            for pid, _, _ in reading.gpu.processes()
-            if pid not in servers
+            {
+                "pid": pid,
+                "thread_percentage": mps.thread_percentage(reading.proc, pid),
+                "server": of_client[pid].pid if pid in of_client else None,
+                "server_percentage": of_client[pid].thread_percentage if pid in of_client else None,
+            }
+            for pid, _, _ in processes
+            if pid not in known
         ],
     }
+    method = "nvidia-cuda-mps-control over the daemon's pipes" if asked else "/proc/<pid>/environ"
     facts.add(reading.gpu.id, "mps.control", value, method)
 
 
-def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> None:
+def _clients_fact(
+    facts: Facts, reading: Reading, places: dict[int, str], notes: dict[int, str]
+) -> None:
     clients: list[Json] = [
         {
             "pid": pid,
@@ -221,6 +249,7 @@ def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> Non
             "partition": place,
             "granted": bool(place),
             "monitor": False,
+            "unseen": notes.get(pid, ""),
         }
         for pid, place in places.items()
     ]
@@ -228,7 +257,11 @@ def _clients_fact(facts: Facts, reading: Reading, places: dict[int, str]) -> Non
 
 
 def _partition_facts(
-    facts: Facts, partition: Partition, told: list[Process] | None, reading: Reading
+    facts: Facts,
+    partition: Partition,
+    told: list[Process] | None,
+    reading: Reading,
+    notes: dict[int, str],
 ) -> None:
     """Add what is seen of a partition; `told` None: the driver does not list its processes."""
     facts.add(partition.id, "partition.exists", True, GEOMETRY)
@@ -239,6 +272,7 @@ def _partition_facts(
             "comm": name_of(reading.proc, pid),
             "memory_bytes": used,
             "nodes": [str(node) for node in open_nodes(reading.proc, pid)],
+            "unseen": notes.get(pid, ""),
         }
         for pid, _, used in inside
     ]
@@ -252,6 +286,10 @@ def _partition_facts(
     else:
         reason = "the driver's list of capability nodes cannot be read"
         facts.absent(partition.id, "partition.own_nodes", reason, "mig-minors")
+    unseen = next((notes[pid] for pid, _, _ in inside if pid in notes), "")
+    if unseen:
+        facts.absent(partition.id, "cgroup.device_fence", unseen, FENCE, Quality.NOT_PERMITTED)
+        return
     _fence_fact(facts, partition, inside, reading)
 
 
@@ -284,7 +322,7 @@ def _fence_fact(
     names |= {
         node for pid, _, _ in inside for node in open_nodes(reading.proc, pid)
     }  # open is open
-    allowed: list[Json] = [*sorted(names)]
+    allowed: list[Json] = ["*"] if "*" in names else [*sorted(names)]
     facts.add(partition.id, "cgroup.device_fence", {"by": by, "allowed": allowed}, FENCE)
 
 

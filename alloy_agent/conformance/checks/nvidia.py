@@ -1,4 +1,4 @@
-"""DRV-01, THR-01, MPS-01: whether an NVIDIA GPU's partitions keep apart in practice."""
+"""DRV-01, THR-01, MPS-01 to MPS-03: whether an NVIDIA GPU's partitions keep apart in practice."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ class ThrottlingFact(Shape, frozen=True, kw_only=True):
 
 
 class MpsClient(Shape, frozen=True, kw_only=True):
-    """A client of an MPS server, and what it limits itself to."""
+    """A process on the device, and what limits it: itself, and the server whose client it is."""
 
     pid: int
     thread_percentage: float | None = None
+    server: int | None = None
+    server_percentage: float | None = None
 
 
 class MpsFact(Shape, frozen=True, kw_only=True):
-    """The MPS control daemon of the host."""
+    """The MPS control daemon of the host; `asked`: its values are its own answers."""
 
     running: bool
     pid: int = 0
+    uid: int | None = None
+    asked: bool = False
+    reason: str = ""
     thread_percentage: float | None = None
     pinned_memory: str | None = None
+    compute_mode: str | None = None
     servers: tuple[int, ...] = ()
     clients: tuple[MpsClient, ...] = ()
 
@@ -95,20 +101,63 @@ def _throttling(case: Case) -> Outcome:
     return passed(expected, "not throttled")
 
 
+NO_DAEMON = "no MPS control daemon runs"
+
+
+def _limit(client: MpsClient, default: float | None) -> float:
+    """Return the percentage that a client is held to: the lowest of what it, or others, were told.
+
+    A server that runs already keeps the percentage it began with, so the daemon's default counts
+    only where its server's is not known.
+    """
+    above = client.server_percentage if client.server_percentage is not None else default
+    return min(
+        100.0 if above is None else above,
+        100.0 if client.thread_percentage is None else client.thread_percentage,
+    )
+
+
 def _mps(case: Case) -> Outcome:
     mps = case.get("mps.control", MpsFact)
     expected = "each client limited below the whole GPU, by the server or by itself"
     if not mps.running:
-        return not_applicable("no MPS control daemon runs")
+        return not_applicable(NO_DAEMON)
     open_ended = [
         f"process {client.pid}"
         for client in mps.clients
-        if (mps.thread_percentage or 100) >= 100 and (client.thread_percentage or 100) >= 100
+        if _limit(client, mps.thread_percentage) >= 100
     ]
     if open_ended:
-        return failed(expected, f"no limit for {named(open_ended)}")
+        return failed(expected, f"no limit for {named(open_ended)}", mps.reason)
     told = "nothing" if mps.thread_percentage is None else f"{mps.thread_percentage:g} %"
-    return passed(expected, f"daemon {mps.pid} was told {told}, {len(mps.clients)} clients")
+    how = "" if mps.asked else f"as its environment says; {mps.reason}"
+    return passed(expected, f"daemon {mps.pid} gives {told}, {len(mps.clients)} clients", how)
+
+
+def _no_way_around(case: Case) -> Outcome:
+    mps = case.get("mps.control", MpsFact)
+    expected = "compute mode exclusive, so that no client leaves the server"
+    if not mps.running:
+        return not_applicable(NO_DAEMON)
+    if mps.compute_mode is None:
+        reason = "the driver does not tell the compute mode"
+        return Outcome(verdict=Verdict.UNKNOWN, expected=expected, reason=reason)
+    if mps.compute_mode != "exclusive":
+        return failed(expected, f"compute mode {mps.compute_mode}", "a client may leave MPS")
+    return passed(expected, mps.compute_mode)
+
+
+def _all_clients(case: Case) -> Outcome:
+    mps = case.get("mps.control", MpsFact)
+    expected = "every process on the GPU is a client of the daemon's servers"
+    if not mps.running:
+        return not_applicable(NO_DAEMON)
+    if not mps.asked:
+        return Outcome(verdict=Verdict.UNKNOWN, expected=expected, reason=mps.reason)
+    outside = [f"process {client.pid}" for client in mps.clients if client.server is None]
+    if outside:
+        return failed(expected, named(outside), "limits of MPS do not hold it")
+    return passed(expected, f"{len(mps.clients)} clients of daemon {mps.pid}")
 
 
 def _need(name: str, shape: object) -> Need:
@@ -146,5 +195,21 @@ CHECKS: tuple[Check, ...] = (
         proves=False,
         supports=(Tier.SOFT,),
         required_for=(),
+    ),
+    *(
+        Check(
+            id=ident,
+            claim=claim,
+            applies=_shared,
+            needs=(_need("mps.control", MpsFact),),
+            judge=judge,
+            proves=False,
+            supports=(Tier.SOFT,),
+            required_for=(),
+        )
+        for ident, claim, judge in (
+            ("MPS-02", "No client of MPS can leave it and use the GPU on its own.", _no_way_around),
+            ("MPS-03", "Where MPS runs, every process on the GPU is its client.", _all_clients),
+        )
     ),
 )

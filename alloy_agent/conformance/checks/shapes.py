@@ -190,12 +190,16 @@ class GeometryFact(Shape, frozen=True, kw_only=True):
 
 
 class ClientFact(Shape, frozen=True, kw_only=True):
-    """A process on a device; `granted`: it is where its tenant may be."""
+    """A process on a device; `granted`: it is where its tenant may be.
+
+    `unseen` says why the driver's pid is no process that this host shows; "" where it is one.
+    """
 
     pid: int
     comm: str = ""
     partition: str = ""
     granted: bool = True
+    unseen: str = ""
     monitor: bool = False  # only reads counters
     cores: tuple[int, ...] = ()  # Neuron: physical cores that it is on, as far as told
     cores_from: str = ""  # what tells its cores; "nothing" or "environment ..." is no proof

@@ -103,14 +103,22 @@ def _fence(case: Case) -> Outcome:
 
 def _no_strangers(case: Case) -> Outcome:
     clients = case.get("device.clients", tuple[ClientFact, ...])
+    outside = [c for c in clients if not c.monitor and (not c.partition or not c.granted)]
     strangers = [
         f"{c.comm or 'process'}[{c.pid}] in {c.partition or 'no partition'}"
-        for c in clients
-        if not c.monitor and (not c.partition or not c.granted)
+        for c in outside
+        if not c.unseen
     ]
     expected = "every process on the device is in a partition that it was granted"
     if strangers:
         return failed(expected, named(strangers))
+    if outside:
+        return Outcome(
+            verdict=Verdict.UNKNOWN,
+            expected=expected,
+            observed=named(f"pid {c.pid}, not seen here" for c in outside),
+            reason=outside[0].unseen,
+        )
     return passed(expected, counted(len(clients), "process", "processes"))
 
 

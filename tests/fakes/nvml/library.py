@@ -152,6 +152,7 @@ class FakeNvml:
         self.counts: dict[str, int] = {}
         self.memory_limits: dict[tuple[str, str], tuple[int, int]] = {}
         self.hidden: set[int] = set()  # processes that the driver does not list
+        self.compute_mode = 0
         self._lock = threading.Lock()
         self._references = 0
         self._next = 1
@@ -661,6 +662,11 @@ class FakeNvml:
     def _nvmlDeviceGetPowerUsage(self, handle: Any, out: Any) -> int:
         _, state = self._gpu(handle)
         put(out, int(self.machine.power_model(state).power_w(self._now()) * 1e3))
+        return OK
+
+    def _nvmlDeviceGetComputeMode(self, handle: Any, out: Any) -> int:
+        self._gpu(handle)
+        put(out, self.compute_mode)
         return OK
 
     def _nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, out: Any) -> int:
