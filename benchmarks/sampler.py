@@ -169,7 +169,7 @@ def _worker(rate_hz: float, **options: Any) -> Worker:
     return worker
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """Return the CPU seconds of all living threads of a process."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -195,12 +195,12 @@ class _Run:
         if pid is None:
             raise RuntimeError(worker.state().reason)
         before, missed = worker.lateness(), worker.sampler().missed_ticks
-        cpu_s, own_s, began_s = _cpu_s(pid), time.process_time(), time.monotonic()
+        worker_s, own_s, began_s = cpu_s(pid), time.process_time(), time.monotonic()
         while time.monotonic() - began_s < seconds:
             time.sleep(1.0)
             worker.signals()
         wall_s = time.monotonic() - began_s
-        self.worker_percent = (_cpu_s(pid) - cpu_s) / wall_s * 100
+        self.worker_percent = (cpu_s(pid) - worker_s) / wall_s * 100
         self.own_percent = (time.process_time() - own_s) / wall_s * 100
         counts = tuple(b - a for a, b in zip(before, worker.lateness(), strict=True))
         self.ticks = sum(counts)

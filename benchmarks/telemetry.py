@@ -1,27 +1,30 @@
 """What telemetry costs and how fresh it is: 8 devices x 8 partitions, from library to brain.
 
 A worker over a stub library whose calls cross into C (`benchmarks.sampler`), the daemon's judging
-of its samples once a second, one scrape every 15 s, and a real gRPC stream on loopback that takes
-one sample of the node in columns for every push. Beside it, over the same calls, what a plain
-exporter does: read everything at each scrape and render it with `prometheus_client`.
+of its samples once a second, one scrape every 15 s, and the daemon's own stream to a real brain in
+a process of its own. A sample's time is that from the last device's frame to the brain's reading of
+it; an event's begins in the library. Beside it what a user would install instead, over the same
+calls (`benchmarks.exporters`).
 """
 
 from __future__ import annotations
 
-import ctypes
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from concurrent import futures
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from alloy_agent.model import (
     Device,
+    DeviceEvent,
     DeviceId,
     Partition,
     PartitionId,
@@ -32,12 +35,15 @@ from alloy_agent.model import (
     Snapshot,
     Vendor,
 )
-from benchmarks.sampler import DEVICES, PARTITIONS, StubLibrary
+from benchmarks.sampler import DEVICES, LATE_BUSY_MS, PARTITIONS, StubLibrary, cpu_s
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from alloy_agent.daemon.pushing import PushLoop
     from alloy_agent.daemon.telemetry import Telemetry
+    from alloy_agent.proto import agent_pb2 as pb
+    from alloy_agent.uplink.client import Uplink
     from alloy_agent.worker import Worker
     from benchmarks.report import Result
 
@@ -45,9 +51,9 @@ CPU_PROMISES: Final = {10: 1.0, 50: 2.0, 100: 3.0}
 SCRAPE_S: Final = 15.0
 BRAIN_IDLE_MS: Final = 3.0
 BRAIN_BUSY_MS: Final = 20.0
-CONTROL_MB: Final = 48.0
 PUSH_HZ: Final = 10.0  # for freshness
 DEFAULT_PUSH_HZ: Final = 1.0  # brain.rate_hz, for cost
+EVENTS_EVERY_S: Final = 0.1
 PIECE_SIGNALS: Final = (
     "compute_active_ratio", "memory_used_bytes", "memory_bandwidth_active_ratio", "rate_ratio",
 )  # fmt: skip
@@ -84,6 +90,14 @@ class Library(StubLibrary):
                 refresh_period_s=0.1,
             )
             for name, subject, scope in rows
+        )
+
+    def wait_events(self, timeout_s: float) -> Sequence[DeviceEvent]:
+        """Return one fault of a code that did not come before, so that each is told at once."""
+        self._events = getattr(self, "_events", 0) + 1
+        return tuple(
+            msgspec.structs.replace(event, code=f"bench:{self._events}")
+            for event in super().wait_events(timeout_s)
         )
 
 
@@ -136,31 +150,72 @@ def node(now_s: float) -> Snapshot:
 
 
 class Agent:
-    """The control side of one worker: judging, page and pushes, as the daemon joins them."""
+    """A whole agent over one worker, as the daemon joins it: judging, page, stream to a brain.
 
-    def __init__(self, rate_hz: float, address: str) -> None:
+    What is not in it: the observer, the auditor and the local socket, which do not depend on the
+    sampling rate.
+    """
+
+    def __init__(self, rate_hz: float, address: str, folder: str, **options: Any) -> None:
         from alloy_agent.backends import BackendSpec
+        from alloy_agent.daemon.feed import Feed
+        from alloy_agent.daemon.loops import Loop
         from alloy_agent.daemon.telemetry import Hooks, Telemetry
+        from alloy_agent.daemon.telemetry.samples import Samples
+        from alloy_agent.store import Store
         from alloy_agent.worker import Worker, WorkerSettings
 
+        self.sent: dict[str, float] = {}  # samples by number: when the newest frame was written
+        self.happened: dict[str, float] = {}  # events by code
+        self.feed = Feed(lambda: ())
         self.worker: Worker = Worker(
-            BackendSpec(name="stub", options={}),
+            BackendSpec(name="stub", options=options),
             WorkerSettings(rate_hz=rate_hz, cpu_share_max=1.0),
             factory=f"{Path(__file__).resolve()}:open_library",
+            on_event=self._hear,
         )
+        hooks = Hooks(
+            health=self.feed.health_changed,
+            gates=lambda: None,
+            usage=lambda _row: None,
+            drains=lambda *_: None,
+        )
+        self.telemetry: Telemetry = Telemetry((self.worker,), hooks)
         self.worker.start()
         self.worker.discover()
-        hooks = Hooks(*[lambda *_: None] * 4)
-        self.telemetry: Telemetry = Telemetry((self.worker,), hooks)
-        self._address = address
-        self._stop = threading.Event()
-        self.push_hz = DEFAULT_PUSH_HZ
+        self._samples = Samples(self.telemetry)
+        self.feed.judge_by(self._sample, self.telemetry.draining)
+        self.feed.saw(node(time.clock_gettime(time.CLOCK_BOOTTIME)))
+        self._snapshot = node(time.clock_gettime(time.CLOCK_BOOTTIME))
         self._page = self._make_page()
-        self._node = node(0.0)
-        self._threads = [
-            threading.Thread(target=self._judge, daemon=True),
-            threading.Thread(target=self._push, daemon=True),
-        ]
+        self._store = Store.open(Path(folder) / f"agent-{rate_hz:g}-{len(options)}")
+        self._uplink = self._new_uplink(address)
+        self._push = self._new_push(DEFAULT_PUSH_HZ)
+        self._scrape_s = time.monotonic() + SCRAPE_S / 2
+        self._judging = Loop("judge", 1.0, self._judge, lambda _defect: None)
+
+    def _new_uplink(self, address: str) -> Uplink:
+        from alloy_agent.config import BrainSettings
+        from alloy_agent.uplink.client import Uplink
+        from alloy_agent.uplink.outbox import Outbox
+        from benchmarks import brain_fleet
+
+        outbox = Outbox(self._store, "node-00000", "boot-0", 100_000)
+        settings = BrainSettings(address=address, rate_hz=100.0, reconnect_min_s=0.05)
+        uplink = Uplink(
+            settings,
+            outbox,
+            lambda: brain_fleet.hello(0),
+            self.feed.state,
+            lambda _command, _emit: None,
+        )
+        self.feed.forward(outbox.add, uplink.offer)
+        return uplink
+
+    def _new_push(self, push_hz: float) -> PushLoop:
+        from alloy_agent.daemon.pushing import PushLoop
+
+        return PushLoop((self.worker,), 1.0 / push_hz, self._offer, lambda _defect: None)
 
     def _make_page(self) -> Any:
         from alloy_agent.telemetry import metrics
@@ -180,229 +235,234 @@ class Agent:
         return page
 
     def start(self) -> None:
-        """Begin."""
-        for thread in self._threads:
-            thread.start()
+        """Begin, and wait for the brain."""
+        self._uplink.start()
+        while not self._uplink.state().connected:
+            time.sleep(0.01)
+        self._judging.start()
+        self._push.start()
+
+    def push_at(self, push_hz: float) -> None:
+        """Send so many samples a second from now on."""
+        self._push.stop()
+        self._push.join(5)
+        self._push = self._new_push(push_hz)
+        self._push.start()
 
     def stop(self) -> None:
         """End."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(5)
+        for loop in (self._push, self._judging):
+            loop.stop()
+            loop.join(5)
+        self._uplink.stop()
         self.worker.stop()
+        self._store.close()
+
+    def _hear(self, event: DeviceEvent) -> None:
+        self.happened[event.code] = event.time_s
+        self.telemetry.event(event)
 
     def _judge(self) -> None:
-        scrape_s = time.monotonic() + SCRAPE_S / 2
-        while not self._stop.wait(min(1.0, 40 / max(self.worker.sampler().rate_hz, 1.0))):
-            self.telemetry.tick(node(time.clock_gettime(time.CLOCK_BOOTTIME)), {})
-            if time.monotonic() >= scrape_s:
-                scrape_s += SCRAPE_S
-                self._page.render()
+        seen_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self._snapshot = msgspec.structs.replace(self._snapshot, taken_at_s=seen_s)
+        self.telemetry.tick(self._snapshot, {})
+        if time.monotonic() >= self._scrape_s:
+            self._scrape_s += SCRAPE_S
+            self._page.render()
 
-    def _push(self) -> None:
-        import grpc
+    def _offer(self) -> None:
+        message = self.feed.sample()
+        if message is not None:
+            self._uplink.offer(message)
 
-        def messages() -> Iterator[bytes]:
-            seen, number = -1, 0
-            while not self._stop.is_set():
-                epoch, specs, frames = self.worker.history(DeviceId("stub0"), max(seen, 0))
-                del epoch, specs
-                if frames and frames[-1].number > seen:
-                    seen, number = frames[-1].number, number + 1
-                    yield self._sample(number, frames[-1].written_at_s)
-                self._stop.wait(self._until_next())
+    def _sample(self, snapshot: Snapshot, revision: int, number: int) -> pb.Fast:
+        page = self.worker.page(DeviceId(f"stub{DEVICES - 1}"))  # the last one of a tick
+        block = None if page is None else page.newest()
+        if block is not None:
+            self.sent[str(number)] = block.newest().written_at_s
+        return self._samples.message(snapshot, revision, number)
 
-        with grpc.insecure_channel(self._address) as channel:
-            call = channel.stream_unary("/bench.Brain/Take", bytes, bytes)
-            call(messages())
 
-    def _until_next(self) -> float:
-        """Return the time to right behind the next tick of the sampler's common grid."""
-        period_s = max(1.0 / max(self.worker.sampler().rate_hz, 1.0), 1.0 / self.push_hz)
-        now_s = time.monotonic()
-        return period_s - now_s % period_s + 0.0008
+class Brain:
+    """A real brain in a process of its own, which notes when what arrived."""
 
-    def _sample(self, number: int, written_s: float) -> bytes:
-        from alloy_agent.proto import agent_pb2 as pb
-        from alloy_agent.telemetry.signals import all_sane
-        from alloy_agent.uplink import codec
-
-        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        seen = self._node
-        fast = codec.fast(
-            all_sane(self.worker.signals()),
-            [p.id for p in seen.partitions],
-            [d.id for d in seen.devices],
-            self.telemetry.gate_rows(),
-            now_s,
-            (1, 1),
-            number,
+    def __init__(self, folder: str) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.uplink", "--brain", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        message = pb.AgentMessage(fast=fast, sent_boottime_ms=int(written_s * 1e3))
-        return msgspec.msgpack.encode((written_s, message.SerializeToString()))
+        self.address = str(self._line()["address"])
 
+    def _line(self) -> dict[str, Any]:
+        line = self._child.stdout.readline() if self._child.stdout is not None else ""
+        if not line:
+            raise RuntimeError("the brain ended")
+        told: dict[str, Any] = json.loads(line)
+        return told
 
-def brain(port: Any, delays: Any, stop: Any) -> None:
-    """Take samples and note how old each is once it is decoded; a process of its own."""
-    import grpc
-
-    from alloy_agent.proto import agent_pb2 as pb
-
-    def take(messages: Iterator[bytes], context: Any) -> bytes:
-        del context
-        for body in messages:
-            written_s, raw = msgspec.msgpack.decode(body)
-            pb.AgentMessage.FromString(raw)
-            delays.put((time.clock_gettime(time.CLOCK_BOOTTIME) - written_s) * 1e3)
-        return b""
-
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    handler = grpc.stream_unary_rpc_method_handler(take)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("bench.Brain", {"Take": handler}),)
-    )
-    port.put(server.add_insecure_port("127.0.0.1:0"))
-    server.start()
-    stop.wait()
-    server.stop(0)
-
-
-def _cpu_s(pid: int) -> float:
-    total_ns = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total_ns += int((task / "schedstat").read_text().split()[0])
-    return total_ns / 1e9
-
-
-def _drain(delays: Any) -> list[float]:
-    found = []
-    while not delays.empty():
-        found.append(delays.get())
-    return found
+    def heard(self) -> dict[str, dict[str, float]]:
+        """Return when each sample and event arrived; ends the brain."""
+        if self._child.stdin is not None:
+            self._child.stdin.write("tell\n")
+            self._child.stdin.flush()
+        told = self._line()
+        self._child.wait(10)
+        return told
 
 
 def _spin() -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, 0)  # this process goes first, as the daemon does
     while True:
         pass
 
 
-class Exporter:
-    """A plain exporter over the same calls: reads all at a scrape, sets gauges, renders."""
+class Phase(NamedTuple):
+    """What one while of an agent cost, and which samples and events are of it."""
 
-    def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry, Gauge
-
-        self._registry = CollectorRegistry()
-        self._call = ctypes.CDLL(None).clock_gettime
-        self._clock, self._out = ctypes.c_int(7), (ctypes.c_long * 2)()
-        labels = ("gpu", "piece")
-        self._gauges = [
-            Gauge(f"plain_{name}", "One.", labels, registry=self._registry)
-            for name in (*PIECE_SIGNALS, *DEVICE_SIGNALS)
-        ]
-
-    def scrape(self) -> bytes:
-        """Return a page, read now."""
-        from prometheus_client import generate_latest
-
-        where = ctypes.byref(self._out)
-        for device in range(DEVICES):
-            for piece in range(PARTITIONS):
-                self._call(self._clock, where)
-                for gauge in self._gauges[:4]:
-                    gauge.labels(str(device), str(piece)).set(self._out[1] * 1e-9)
-            for gauge in self._gauges[4:]:
-                self._call(self._clock, where)
-                gauge.labels(str(device), "").set(self._out[1] * 1e-9)
-        return generate_latest(self._registry)
+    worker: float  # percent of a core
+    control: float
+    samples: dict[str, float]
+    events: dict[str, float]
 
 
-def _plain_ms(rounds: int) -> float:
-    """Return the CPU milliseconds for one sample of everything by the plain exporter."""
-    exporter = Exporter()
-    exporter.scrape()
-    begun_s = time.process_time()
-    for _ in range(rounds):
-        exporter.scrape()
-    return (time.process_time() - begun_s) * 1e3 / rounds
-
-
-def _measured(agent: Agent, delays: Any, seconds: float) -> tuple[float, float, list[float]]:
-    """Return CPU percent of worker and control, and delays to the brain, over a while."""
+def _measured(agent: Agent, seconds: float) -> Phase:
+    """Return CPU of worker and control, and what was sent, over a while."""
     pid = agent.worker.state().pid
     if pid is None:
         raise RuntimeError(agent.worker.state().reason)
     time.sleep(1.5)
-    _drain(delays)
-    worker_s, own_s, begun_s = _cpu_s(pid), time.process_time(), time.monotonic()
+    samples, events = set(agent.sent), set(agent.happened)
+    worker_s, own_s, begun_s = cpu_s(pid), time.process_time(), time.monotonic()
     time.sleep(seconds)
     wall_s = time.monotonic() - begun_s
     own = (time.process_time() - own_s) / wall_s * 100
-    return (_cpu_s(pid) - worker_s) / wall_s * 100, own, _drain(delays)
+    worker = (cpu_s(pid) - worker_s) / wall_s * 100
+    return Phase(
+        worker,
+        own,
+        {key: at for key, at in tuple(agent.sent.items()) if key not in samples},
+        {key: at for key, at in tuple(agent.happened.items()) if key not in events},
+    )
 
 
-def measure(quick: bool) -> list[Result]:
-    """Return the figures of telemetry."""
+def _delays_ms(sent: dict[str, float], heard: dict[str, float]) -> list[float]:
+    """Return how long what was sent took; a newer sample may replace one on its way."""
+    found = [(heard[key] - at_s) * 1e3 for key, at_s in sent.items() if key in heard]
+    if len(found) < 0.9 * len(sent):
+        raise RuntimeError(f"{len(found)} of {len(sent)} arrived")
+    return found
+
+
+def _delay_row(what: str, found: list[float], promise: float, note: str = "") -> Result:
     from benchmarks.report import quantile, result
 
-    seconds = 4.0 if quick else 20.0
-    spawn = multiprocessing.get_context("spawn")
-    port, delays, stop = spawn.Queue(), spawn.Queue(), spawn.Event()
-    server = spawn.Process(target=brain, args=(port, delays, stop), daemon=True)
-    server.start()
-    address = f"127.0.0.1:{port.get()}"
-    rows: list[Result] = []
-    per_sample_ms = delay_ms = 0.0
-    for rate_hz, promise in CPU_PROMISES.items():
-        agent = Agent(float(rate_hz), address)
-        agent.start()
-        worker, own, _ = _measured(agent, delays, seconds)
-        agent.push_hz = PUSH_HZ
-        heard = _measured(agent, delays, seconds)[2]
-        note = f"worker {worker:.2f} %, control {own:.2f} % ({DEFAULT_PUSH_HZ:g} push a second)"
-        what = f"CPU of a core at {rate_hz} Hz, brain connected"
-        rows.append(result(what, [worker + own], "%", "<=", promise, note=note))
-        p99 = quantile(heard, 0.99)
-        what = f"sample to brain p99 at {rate_hz} Hz"
-        note = f"median {quantile(heard, 0.5):.2f} ms"
-        rows.append(result(what, heard, "ms", "<=", BRAIN_IDLE_MS, figure=p99, note=note))
-        if rate_hz == 10:
-            delay_ms = quantile(heard, 0.5)
-            per_sample_ms = (worker + own) / 100 / rate_hz * 1e3
-        if rate_hz == 100:
-            rows += _busy(agent, delays, seconds)
-        agent.stop()
-    stop.set()
-    server.join(5)
-    plain_ms = _plain_ms(20 if quick else 100)
-    note = f"plain exporter {plain_ms:.2f} ms, agent {per_sample_ms:.2f} ms, all in"
-    what = "CPU of a plain exporter over the agent's, per sample of 8 x 8"
-    rows.append(result(what, [plain_ms / per_sample_ms], "times", ">=", 1.0, note=note))
-    ours_ms = 1e3 / PUSH_HZ / 2 + delay_ms
-    theirs_ms = SCRAPE_S * 1e3 / 2 + plain_ms
-    note = f"mean age {ours_ms:.1f} ms over the stream, {theirs_ms:.0f} ms at a 15 s scrape"
-    what = "age of a value at its reader, plain exporter over agent at 10 Hz"
-    rows.append(result(what, [theirs_ms / ours_ms], "times", ">=", 100.0, note=note))
-    return rows
+    note = f"median {quantile(found, 0.5):.2f} ms{note}"
+    return result(what, found, "ms", "<=", promise, figure=quantile(found, 0.99), note=note)
 
 
-def _busy(agent: Agent, delays: Any, seconds: float) -> list[Result]:
-    """Return the delay to the brain while every core has a process that never sleeps."""
-    from benchmarks.report import quantile, result
+def _late_row(what: str, counts: tuple[int, ...], promise: float) -> Result:
+    from alloy_agent.worker.board import quantile_s
+    from benchmarks.report import result
 
+    late_ms = (quantile_s(counts, 0.99) or 0.0) * 1e3
+    return result(what, [late_ms], "ms", "<=", promise, note=f"{sum(counts)} ticks")
+
+
+@contextmanager
+def _every_core_busy() -> Iterator[None]:
+    """Keep a process that never sleeps on every core."""
     cores = len(os.sched_getaffinity(0))
     spinners = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(cores)]
     for spinner in spinners:
         spinner.start()
     try:
-        *_, heard = _measured(agent, delays, seconds)
+        yield
     finally:
         for spinner in spinners:
             spinner.kill()
             spinner.join()
-    p99 = quantile(heard, 0.99)
-    what = "sample to brain p99 at 100 Hz, every core busy"
-    return [result(what, heard, "ms", "<=", BRAIN_BUSY_MS, figure=p99, note=f"{cores} cores busy")]
+
+
+def _since(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+def _at_rate(rate_hz: int, promise: float, seconds: float) -> tuple[list[Result], Phase]:
+    """Return the figures at one sampling rate, and what sampling alone cost."""
+    from benchmarks.report import result
+
+    with tempfile.TemporaryDirectory() as folder:
+        brain = Brain(folder)
+        agent = Agent(float(rate_hz), brain.address, folder)
+        agent.start()
+        usual = _measured(agent, seconds)
+        agent.push_at(PUSH_HZ)
+        idle = _measured(agent, seconds)
+        busy = None
+        if rate_hz == 100:
+            before = agent.worker.lateness()
+            with _every_core_busy():
+                busy = _measured(agent, seconds)
+            late = _since(before, agent.worker.lateness())
+        agent.stop()
+        heard = brain.heard()["samples"]
+    note = (
+        f"worker {usual.worker:.2f} %, control {usual.control:.2f} %"
+        f" ({DEFAULT_PUSH_HZ:g} sample to the brain a second)"
+    )
+    whole = usual.worker + usual.control
+    what = f"CPU of a core at {rate_hz} Hz, brain connected"
+    rows = [result(what, [whole], "%", "<=", promise, note=note)]
+    delays = _delays_ms(idle.samples, heard)
+    rows.append(_delay_row(f"sample to brain p99 at {rate_hz} Hz", delays, BRAIN_IDLE_MS))
+    if busy is not None:
+        what = "sample to brain p99 at 100 Hz, every core busy"
+        rows.append(_delay_row(what, _delays_ms(busy.samples, heard), BRAIN_BUSY_MS))
+        rows.append(_late_row("lateness p99 at 100 Hz, every core busy", late, LATE_BUSY_MS))
+    return rows, usual
+
+
+def _events(seconds: float) -> list[Result]:
+    """Return how long an event takes from the library to the brain: folded, kept on disk, sent."""
+    with tempfile.TemporaryDirectory() as folder:
+        brain = Brain(folder)
+        agent = Agent(10.0, brain.address, folder, events_every_s=EVENTS_EVERY_S)
+        agent.start()
+        idle = _measured(agent, seconds)
+        with _every_core_busy():
+            busy = _measured(agent, seconds)
+        time.sleep(1.0)
+        agent.stop()
+        heard = brain.heard()["events"]
+    what = "event to brain p99"
+    return [
+        _delay_row(what, _delays_ms(idle.events, heard), BRAIN_IDLE_MS),
+        _delay_row(f"{what}, every core busy", _delays_ms(busy.events, heard), BRAIN_BUSY_MS),
+    ]
+
+
+def measure(quick: bool) -> list[Result]:
+    """Return the figures of telemetry."""
+    from alloy_agent.host import priority
+
+    priority.take_turns()  # as the daemon does
+    priority.go_first()
+    seconds = 2.5 if quick else 20.0
+    rows: list[Result] = []
+    usual: Phase | None = None
+    for rate_hz, promise in CPU_PROMISES.items():
+        found, phase = _at_rate(rate_hz, promise, seconds)
+        rows += found
+        usual = usual or phase
+    rows += _events(seconds)
+    if usual is not None:
+        from benchmarks.exporters import beside
+
+        per_sample_ms = (usual.worker + usual.control) / 100 / 10 * 1e3
+        rows += beside(per_sample_ms, 1e3 / PUSH_HZ / 2 + BRAIN_IDLE_MS, quick)
+    return rows
 
 
 if __name__ == "__main__":

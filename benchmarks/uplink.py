@@ -147,7 +147,9 @@ async def serve(folder: str) -> None:
     samples: dict[str, float] = {}
     events: dict[str, float] = {}
     server.on_sample = lambda _node, fast: samples.setdefault(str(fast.sample), _boottime_s())
-    server.on_event = lambda _node, message: events.setdefault(message.finding.check, _boottime_s())
+    server.on_event = lambda _node, message: events.setdefault(
+        message.finding.check or message.health.code, _boottime_s()
+    )
     await server.start()
     print(json.dumps({"address": server.address}), flush=True)
     told = asyncio.Event()

@@ -11,7 +11,7 @@ import collections
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
         Finding,
         Lease,
         PartitionId,
-        Signal,
         Snapshot,
     )
     from alloy_agent.proto import agent_pb2 as pb
     from alloy_agent.telemetry.metering import UsageRow
     from alloy_agent.telemetry.window import Quantiles
-    from alloy_agent.uplink.codec import GateRow, Standing
+    from alloy_agent.uplink.codec import Standing
 
+MakeSample = Callable[["Snapshot", int, int], "pb.Fast"]  # of a shape's revision; its number
 MAX_WAITING = 1024  # messages of one watcher
 SAMPLE_PERIOD_S = 1.0  # where a watcher asks for no pace
 LOOK_AT_STOP_S = 0.5
@@ -43,16 +43,10 @@ class Feed:
     """Turns what the loops see into messages.
 
     Args:
-        signals: Returns the newest value of every signal.
         leases: Returns the living leases.
     """
 
-    def __init__(
-        self,
-        signals: Callable[[], Sequence[Signal]],
-        leases: Callable[[], Sequence[Lease]],
-    ) -> None:
-        self._signals = signals
+    def __init__(self, leases: Callable[[], Sequence[Lease]]) -> None:
         self._leases = leases
         self._lock = threading.Lock()
         self._watchers: list[Waiting] = []
@@ -62,7 +56,7 @@ class Feed:
         self._on_event: Callable[[pb.AgentMessage], object] | None = None
         self._on_state: Callable[[pb.AgentMessage], object] | None = None
         self._samples = itertools.count(1)
-        self._gates: Callable[[], Mapping[str, GateRow]] = dict
+        self._make_sample: MakeSample | None = None
         self._draining: Callable[[], frozenset[str]] = frozenset
         self._rates: Callable[[], Iterable[pb.RateState]] = tuple
 
@@ -100,13 +94,9 @@ class Feed:
         message = codec.lease_change(change, now_s, command_id)
         self._event(pb.AgentMessage(lease_change=message))
 
-    def judge_by(
-        self,
-        gates: Callable[[], Mapping[str, GateRow]],
-        draining: Callable[[], frozenset[str]],
-    ) -> None:
-        """Take the gates, and what is drained, from these from now on."""
-        self._gates, self._draining = gates, draining
+    def judge_by(self, sample: MakeSample, draining: Callable[[], frozenset[str]]) -> None:
+        """Take samples, and what is drained, from these from now on."""
+        self._make_sample, self._draining = sample, draining
 
     def gates_changed(self) -> None:
         """Tell at once that a gate is otherwise than before."""
@@ -188,21 +178,11 @@ class Feed:
     def sample(self) -> pb.AgentMessage | None:
         """Return the newest signals as one message; None before the node was seen."""
         from alloy_agent.proto import agent_pb2 as pb
-        from alloy_agent.uplink import codec
 
-        snapshot, revision = self._snapshot, self._revision
-        if snapshot is None:
+        snapshot, revision, make = self._snapshot, self._revision, self._make_sample
+        if snapshot is None or make is None:
             return None
-        fast = codec.fast(
-            self._signals(),
-            [p.id for p in snapshot.partitions],
-            [d.id for d in snapshot.devices],
-            self._gates(),
-            clock.boottime_s(),
-            (revision, revision),
-            next(self._samples),
-        )
-        return pb.AgentMessage(fast=fast)
+        return pb.AgentMessage(fast=make(snapshot, revision, next(self._samples)))
 
     def _standings(self) -> dict[PartitionId, Standing]:
         from alloy_agent.uplink.codec import Standing

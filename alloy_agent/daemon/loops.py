@@ -39,7 +39,7 @@ from alloy_agent.daemon.documents import StatusDocument
 from alloy_agent.daemon.feed import Feed
 from alloy_agent.daemon.node import Node
 from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError
-from alloy_agent.host import clock, notify
+from alloy_agent.host import clock, notify, priority
 from alloy_agent.model import (
     ApplyReport,
     AuditResult,
@@ -79,7 +79,7 @@ KEEP_PERIOD_S = 5.0
 FENCE_PERIOD_S = 5.0
 LEASE_PERIOD_S = 1.0
 SLOW_PERIOD_S = 10.0  # quantiles to the brain
-FRAMES_TAKEN = 40  # of the 64 that a device's page keeps
+KEPT_S = 4.0  # of the 6.4 s of frames that a device's page keeps
 LATE_S = 30.0  # a loop without a finished tick for so long is not healthy
 STOP_JOIN_S = 1.0
 TAKE_OVER_S = 600.0  # an old agent beside a new one may have a long step to end
@@ -187,7 +187,7 @@ class Daemon:
         self.settings = settings
         self.standalone = standalone
         self.seen = Seen()
-        self.feed = Feed(self.signals, self._leases)
+        self.feed = Feed(self._leases)
         self.node: Node
         self.page: MetricsPage
         self.desk: LeaseDesk | None = None
@@ -222,6 +222,9 @@ class Daemon:
                 cure="leave out one of the two: a node obeys one brain",
             )
         memory.one_arena()
+        priority.take_turns()
+        if self.settings.sampler.raise_priority:
+            priority.go_first()
         logs.configure(self.settings.log.level, self.settings.log.format)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_signals(self._inbox.put))
@@ -333,6 +336,7 @@ class Daemon:
     def _start_telemetry(self, stack: contextlib.ExitStack) -> None:
         """Take up health, drains and usage as they were, and listen from now on."""
         from alloy_agent.daemon.telemetry import Hooks, Telemetry
+        from alloy_agent.daemon.telemetry.samples import Samples
         from alloy_agent.telemetry.kernel_log import KernelLog
 
         settings, kept = self.settings.telemetry, not self.node.degraded
@@ -352,7 +356,7 @@ class Daemon:
             kernel_log=KernelLog if settings.kernel_log else None,
         )
         stack.callback(telemetry.close)
-        self.feed.judge_by(telemetry.gate_rows, telemetry.draining)
+        self.feed.judge_by(Samples(telemetry).message, telemetry.draining)
         self.telemetry = telemetry
         early, self._early = self._early, []
         for event in early:
@@ -477,6 +481,7 @@ class Daemon:
         if settings.address is None or self.node.degraded:
             return
         from alloy_agent.control import answer
+        from alloy_agent.daemon.pushing import PushLoop
         from alloy_agent.uplink.client import Uplink
         from alloy_agent.uplink.outbox import Outbox
 
@@ -491,7 +496,9 @@ class Daemon:
             self._on_defect,
         )
         self.feed.forward(outbox.add, self.uplink.offer)
-        self._add_loop("telemetry", 1.0 / settings.rate_hz, self.tick_telemetry)
+        self._loops["telemetry"] = PushLoop(
+            self.node.workers, 1.0 / settings.rate_hz, self.tick_telemetry, self._on_defect
+        )
         self.uplink.start()
         stack.callback(self.uplink.stop)
         LOG.info("dialling", extra={"brain": settings.address})
@@ -593,7 +600,7 @@ class Daemon:
 
     def _start_loops(self, stack: contextlib.ExitStack) -> None:
         self._add_loop("observe", self.settings.observe.period_s, self.tick_observe)
-        self._add_loop("judge", self._judge_period_s(), self.tick_judge)
+        self._add_loop("judge", min(self.settings.telemetry.period_s, KEPT_S), self.tick_judge)
         self._add_loop("keep", KEEP_PERIOD_S, self.tick_keep)
         self._add_loop("fences", FENCE_PERIOD_S, self.node.sweep_fences)
         if self.desk is not None:
@@ -603,12 +610,6 @@ class Daemon:
         stack.callback(self._stop_loops)
         for loop in self._loops.values():
             loop.start()
-
-    def _judge_period_s(self) -> float:
-        """Return a period in which no frame of the sampler's history is written over."""
-        sampler = self.settings.sampler
-        fastest_hz = max(sampler.rate_hz, 1.0)
-        return min(self.settings.telemetry.period_s, FRAMES_TAKEN / fastest_hz)
 
     def _add_loop(self, name: str, period_s: float, tick: Callable[[], None]) -> None:
         self._loops[name] = Loop(name, period_s, tick, self._on_defect)
@@ -889,11 +890,6 @@ class Daemon:
             overruns={loop.name: loop.overruns for loop in self._loops.values()},
             starts=self._starts,
         )
-
-    def signals(self) -> tuple[Signal, ...]:
-        """Return the newest value of every signal, and the headroom that follows from them."""
-        found = self.measured()
-        return (*found, *self.telemetry.derived(clock.boottime_s())) if self.telemetry else found
 
     def measured(self) -> tuple[Signal, ...]:
         """Return the newest value of every signal of every worker, where it can be one."""

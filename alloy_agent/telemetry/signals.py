@@ -15,7 +15,7 @@ Rules that stay true in here:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -65,6 +65,16 @@ class Possible(NamedTuple):
     high: float
     never: frozenset[float]
     unit: str
+
+    def all_of(self, values: Sequence[float]) -> bool:
+        """Whether each of some numbers, at least one, can be a reading."""
+        total = sum(values)
+        return (
+            total - total == 0.0  # finite, so none of them is NaN
+            and self.low <= min(values)
+            and max(values) <= self.high
+            and self.never.isdisjoint(values)
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -1,15 +1,17 @@
 """Quantiles over a true sliding window, in bounded memory and with a bounded error.
 
-A window cuts its span into slices and each slice into 256 equal bins of the signal's range. Adding
-a value counts it in its slice; a slice that has slid out of the span is taken off the total. What
-is closed of a minute is added to the quarter hour, so a sample is counted once.
+A window cuts its span into slices and the signal's range into 256 equal bins. An open slice keeps
+the bin of each sample, one byte a sample; a closed one keeps the bins that occur and how often. A
+slice that has slid out of the span is taken off the total. What is closed of a minute is added to
+the quarter hour, so a sample is counted once.
 
 Rules that stay true in here:
 
 * A sample is counted once: one whose source time is not newer than the last is a repetition.
 * A quantile is off by at most half a bin, 0.2 % of the range, and the span by at most one slice.
 * Under 80 % coverage there is no quantile: the reader gets None, never a guess.
-* A slice holds at most 65,535 samples of one bin: 75 s at 870 Hz, far above any sampling rate.
+* A window holds at most 65,535 samples in one bin: a quarter hour at 72 Hz; samples come ten times
+  a second.
 * Time is an argument, in seconds of the node's boot clock.
 """
 
@@ -17,10 +19,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import add, sub
 from typing import Final
 
 from alloy_agent.model import Value
@@ -31,6 +32,7 @@ COVERAGE_MIN: Final = 0.8
 MINUTE_S: Final = 60.0
 QUARTER_S: Final = 900.0
 NEVER: Final = float("-inf")
+NOTHING: Final = bytes(2 * BINS)
 
 
 class Quantiles(Value, frozen=True, kw_only=True):
@@ -46,18 +48,43 @@ class Quantiles(Value, frozen=True, kw_only=True):
 
 
 class Slice:
-    """The counts of one stretch of time."""
+    """The samples of one stretch of time: `number` slices of this length after boot."""
 
-    __slots__ = ("counts", "number", "samples")
+    __slots__ = ("bins", "number", "packed")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.counts = array("H", bytes(2 * BINS))
-        self.samples = 0
+        self.bins = bytearray()  # one for each sample; empty once the slice is closed
+        self.packed: array[int] | None = None  # bin, count, bin, count, ...
+
+    def close(self) -> None:
+        """Keep counts in the place of samples, where that is less."""
+        counts = Counter(self.bins)
+        if self.packed is None and len(counts) * 4 < len(self.bins):
+            self.packed = array("H", [edge for pair in counts.items() for edge in pair])
+            self.bins = bytearray()
+
+    def counts(self) -> Sequence[tuple[int, int]]:
+        """Return each bin that occurs, and how often."""
+        if self.packed is None:
+            return tuple(Counter(self.bins).items())
+        return tuple(zip(self.packed[::2], self.packed[1::2], strict=True))
 
 
 class Window:
     """One signal over one span. Values beyond `low` and `high` count at the edge."""
+
+    __slots__ = (
+        "_last_s",
+        "_scale",
+        "_slices",
+        "_total",
+        "high",
+        "low",
+        "samples",
+        "slice_s",
+        "span_s",
+    )
 
     def __init__(self, span_s: float, low: float = 0.0, high: float = 1.0) -> None:
         self.span_s = span_s
@@ -65,70 +92,91 @@ class Window:
         self.slice_s = span_s / SLICES
         self.samples = 0
         self._scale = BINS / (high - low)
-        self._total = array("I", bytes(4 * BINS))
+        self._total = array("H", NOTHING)
         self._slices: deque[Slice] = deque()
         self._last_s = NEVER
 
     def add(self, value: float, source_time_s: float) -> bool:
         """Count a value; return whether it was one that had not been counted yet."""
-        if source_time_s <= self._last_s:
-            return False
-        self._last_s = source_time_s
-        bin_ = min(BINS - 1, max(0, int((value - self.low) * self._scale)))
-        slice_ = self._slice(source_time_s)
-        slice_.counts[bin_] += 1
-        slice_.samples += 1
-        self._total[bin_] += 1
-        self.samples += 1
-        return True
+        return self.add_all((value,), (source_time_s,)) == 1
 
-    def add_all(self, samples: Sequence[tuple[float, float]], limit: float = 1.0) -> None:
-        """Count samples, each as (source time, value), as ratios of `limit`; oldest first."""
-        last_s, total = self._last_s, self._total
-        low, scale, top = self.low, self._scale, BINS - 1
-        slice_: Slice | None = None
-        number, new = -1, 0
-        for time_s, value in samples:
-            if time_s <= last_s:
-                continue
-            last_s = time_s
-            if slice_ is None or time_s // self.slice_s != number:
-                slice_ = self._slice(time_s)
-                number = slice_.number
-            bin_ = int((value / limit - low) * scale)
-            bin_ = top if bin_ > top else max(bin_, 0)
-            slice_.counts[bin_] += 1
-            slice_.samples += 1
+    def add_all(
+        self,
+        values: Sequence[float],
+        times_s: Sequence[float],
+        limit: float = 1.0,
+        *,
+        rising: bool = False,
+    ) -> int:
+        """Count values of these source times, oldest first; return how many were new.
+
+        Args:
+            values: As they were read; none is NaN.
+            times_s: Of each value.
+            limit: What a value is divided by before it is counted.
+            rising: Each time is known to be newer than the one before.
+        """
+        if not values:
+            return 0
+        if times_s[0] <= self._last_s or not (rising or _rises(times_s)):
+            values, times_s = _new(values, times_s, self._last_s)
+            if not values:
+                return 0
+        self._last_s = times_s[-1]
+        bins = self._binned(values, limit)
+        first, last = int(times_s[0] // self.slice_s), int(times_s[-1] // self.slice_s)
+        if first == last:
+            self._slice(first).bins += bins
+        else:
+            for bin_, time_s in zip(bins, times_s, strict=True):
+                self._slice(int(time_s // self.slice_s)).bins.append(bin_)
+        total = self._total
+        for bin_ in bins:
             total[bin_] += 1
-            new += 1
-        self._last_s = last_s
-        self.samples += new
+        self.samples += len(bins)
+        return len(bins)
 
-    def merge(self, counts: array[int], samples: int, time_s: float) -> None:
-        """Add the counts of another window of the same range, as of `time_s`."""
-        slice_ = self._slice(time_s)
-        slice_.counts = array("H", map(add, slice_.counts, counts))
-        slice_.samples += samples
-        self._total = array("I", map(add, self._total, counts))
-        self.samples += samples
+    def _binned(self, values: Sequence[float], limit: float) -> bytes:
+        """Return the bin of each value."""
+        low, scale, top = self.low * limit, self._scale / limit, BINS - 1
+        least, most = min(values), max(values)
+        if least == most:
+            bin_ = int((least - low) * scale)
+            return bytes((min(top, max(0, bin_)),)) * len(values)
+        if least >= low and (most - low) * scale < BINS:
+            return bytes([int((value - low) * scale) for value in values])
+        return bytes([min(top, max(0, int((value - low) * scale))) for value in values])
 
-    def _slice(self, time_s: float) -> Slice:
-        number = int(time_s // self.slice_s)
-        if not self._slices or self._slices[-1].number < number:
-            self._slices.append(Slice(number))
-        return self._slices[-1]
+    def merge(self, from_: Slice, time_s: float) -> None:
+        """Add a closed slice of another window of the same range, as of `time_s`."""
+        slice_, total = self._slice(int(time_s // self.slice_s)), self._total
+        for bin_, count in from_.counts():
+            total[bin_] += count
+            self.samples += count
+            slice_.bins += bytes((bin_,)) * count
+
+    def _slice(self, number: int) -> Slice:
+        slices = self._slices
+        if not slices or slices[-1].number < number:
+            if slices:
+                slices[-1].close()
+            slices.append(Slice(number))
+        return slices[-1]
 
     def slide(self, now_s: float) -> None:
         """Take off what has left the span."""
         first = int((now_s - self.span_s) // self.slice_s) + 1
-        while self._slices and self._slices[0].number < first:
-            old = self._slices.popleft()
-            self._total = array("I", map(sub, self._total, old.counts))
-            self.samples -= old.samples
+        slices, total = self._slices, self._total
+        while slices and slices[0].number < first:
+            for bin_, count in slices.popleft().counts():
+                total[bin_] -= count
+                self.samples -= count
 
     def closed_before(self, now_s: float, after: int) -> tuple[Slice, ...]:
         """Return the slices behind number `after` that no sample can enter any more."""
         open_ = int(now_s // self.slice_s)
+        if not self._slices or self._slices[0].number >= open_:
+            return ()
         return tuple(s for s in self._slices if after < s.number < open_)
 
     def quantiles(self, now_s: float, period_s: float) -> Quantiles:
@@ -165,6 +213,8 @@ class Window:
 class Windows:
     """One signal over the last minute and the last quarter of an hour."""
 
+    __slots__ = ("_merged", "minute", "period_s", "quarter")
+
     def __init__(self, low: float = 0.0, high: float = 1.0) -> None:
         self.minute = Window(MINUTE_S, low, high)
         self.quarter = Window(QUARTER_S, low, high)
@@ -179,6 +229,24 @@ class Windows:
         """Move what is closed of the minute into the quarter hour; at least twice a minute."""
         for slice_ in self.minute.closed_before(now_s, self._merged):
             self._merged = slice_.number
-            self.quarter.merge(slice_.counts, slice_.samples, slice_.number * self.minute.slice_s)
+            self.quarter.merge(slice_, slice_.number * self.minute.slice_s)
         self.minute.slide(now_s)
         self.quarter.slide(now_s)
+
+
+def _rises(times_s: Sequence[float]) -> bool:
+    """Whether each time is newer than the one before."""
+    return all(map(float.__lt__, times_s, times_s[1:]))
+
+
+def _new(
+    values: Sequence[float], times_s: Sequence[float], last_s: float
+) -> tuple[list[float], list[float]]:
+    """Return what is newer than `last_s` and than all before it."""
+    some_values, some_times = [], []
+    for value, time_s in zip(values, times_s, strict=True):
+        if time_s > last_s:
+            last_s = time_s
+            some_values.append(value)
+            some_times.append(time_s)
+    return some_values, some_times

@@ -10,8 +10,7 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final
 
@@ -32,8 +31,6 @@ from alloy_agent.model import (
     Partition,
     PartitionId,
     Profile,
-    Quality,
-    Signal,
     Snapshot,
     TenantId,
     Tier,
@@ -42,7 +39,6 @@ from alloy_agent.model import (
 from alloy_agent.proto import agent_pb2 as pb
 
 SCHEMA_VERSION: Final = 1
-MIB: Final = 1024 * 1024
 UINT32_MAX: Final = 2**32 - 1
 UINT64_MAX: Final = 2**64 - 1
 
@@ -241,170 +237,6 @@ def partition_state(
         age_ms=age_ms(snapshot.taken_at_s, now_s),
         partitions=[partition(one, standings.get(one.id, nothing)) for one in snapshot.partitions],
     )
-
-
-# --- telemetry ------------------------------------------------------------------------------------
-
-
-class Column(Value, frozen=True, kw_only=True):
-    """Where a signal goes: field, factor from the signal's unit, and whether to round up."""
-
-    field: str
-    factor: float
-    up: bool = False
-
-
-PARTITION_COLUMNS: Final = {  # in the order of the quality bits
-    "alloy_partition_compute_active_ratio": Column(field="compute_active_e4", factor=1e4),
-    "alloy_partition_memory_used_bytes": Column(field="memory_used_mib", factor=1 / MIB, up=True),
-    "alloy_partition_memory_bandwidth_active_ratio": Column(
-        field="memory_bandwidth_active_e4", factor=1e4
-    ),
-    "alloy_partition_headroom_p95_ratio": Column(field="headroom_p95_e4", factor=1e4),
-    "alloy_partition_link_active_ratio": Column(field="link_active_e4", factor=1e4),
-    "alloy_partition_throttle_bits": Column(field="throttle", factor=1.0),
-    "alloy_partition_errors": Column(field="errors", factor=1.0),
-    "alloy_partition_rate_ratio": Column(field="rate_e3", factor=1e3),
-}
-DEVICE_COLUMNS: Final = {
-    "alloy_device_temperature_headroom_celsius": Column(
-        field="temperature_headroom_dk", factor=10.0
-    ),
-    "alloy_device_power_watts": Column(field="power_w", factor=1.0),
-    "alloy_device_throttle_bits": Column(field="throttle", factor=1.0),
-    "alloy_device_errors": Column(field="errors", factor=1.0),
-    "alloy_device_memory_used_bytes": Column(field="memory_used_mib", factor=1 / MIB, up=True),
-}
-_QUALITY: Final = {
-    Quality.VALUE: 0,
-    Quality.NOT_SUPPORTED: 1,
-    Quality.NOT_PERMITTED: 2,
-    Quality.STALE: 3,
-}
-
-
-class GateRow(Value, frozen=True, kw_only=True):
-    """The gates of one partition or device together: open, closed, or unknown (None), and why."""
-
-    open: bool | None
-    gate: str = ""
-    reason: str = ""
-
-
-def fast(  # noqa: PLR0913, PLR0917 - one argument for each part of the message
-    signals: Iterable[Signal],
-    partitions: Sequence[PartitionId],
-    devices: Sequence[str],
-    gates: Mapping[str, GateRow],
-    now_s: float,
-    revisions: tuple[int, int],
-    sample: int,
-) -> pb.Fast:
-    """Return one sample of the node in columns.
-
-    Args:
-        signals: All that were read; those without a column go into named ones.
-        partitions: Rows, in the order of the PartitionState of that revision.
-        devices: Rows, in the order of the Inventory of that revision.
-        gates: By partition or device id; absent is unknown.
-        now_s: The boot clock, for ages.
-        revisions: Of PartitionState and Inventory.
-        sample: Number of the sample; grows.
-    """
-    message = pb.Fast(partitions_revision=revisions[0], inventory_revision=revisions[1])
-    message.sample = sample
-    by_name: dict[str, dict[str, Signal]] = {}
-    for signal in signals:
-        by_name.setdefault(signal.spec.name, {})[signal.spec.subject] = signal
-    blocks: tuple[tuple[Any, Sequence[str], Mapping[str, Column]], ...] = (
-        (message.partitions, partitions, PARTITION_COLUMNS),
-        (message.devices, devices, DEVICE_COLUMNS),
-    )
-    for is_device, (block, rows, columns) in enumerate(blocks):
-        _fill(block, rows, columns, by_name, now_s)
-        _fill_gates(message, block, rows, gates, bool(is_device))
-    for name, found in sorted(by_name.items()):
-        if name not in PARTITION_COLUMNS and name not in DEVICE_COLUMNS:
-            message.others.append(_named(name, found, now_s))
-    return message
-
-
-def _fill(
-    block: Any,
-    rows: Sequence[str],
-    columns: Mapping[str, Column],
-    by_name: Mapping[str, Mapping[str, Signal]],
-    now_s: float,
-) -> None:
-    """Put every column that anybody has into a block, then the ages and qualities of its rows."""
-    oldest_s = [now_s] * len(rows)
-    quality = [0] * len(rows)
-    for number, (name, column) in enumerate(columns.items()):
-        found = by_name.get(name)
-        if not found:
-            continue
-        numbers = []
-        for row, subject in enumerate(rows):
-            signal = found.get(subject)
-            number_, state = _reading(signal, column)
-            numbers.append(number_)
-            quality[row] |= state << (2 * number)
-            if signal is not None and state in {0, 3}:
-                oldest_s[row] = min(oldest_s[row], _time_of(signal))
-        getattr(block, column.field).extend(numbers)
-    if rows:
-        block.age_ms.extend(age_ms(time_s, now_s) for time_s in oldest_s)
-    if any(quality):
-        block.quality.extend(quality)
-
-
-def _reading(signal: Signal | None, column: Column) -> tuple[int, int]:
-    """Return a signal's number in its column, and its two bits of quality."""
-    if signal is None:
-        return 0, _QUALITY[Quality.NOT_SUPPORTED]
-    if signal.value is None or not math.isfinite(signal.value):
-        state = Quality.NOT_SUPPORTED if signal.quality is Quality.VALUE else signal.quality
-        return 0, _QUALITY[Quality.NOT_SUPPORTED if state is Quality.STALE else state]
-    low = -(2**31) if column.field == "temperature_headroom_dk" else 0
-    high = 2**31 - 1 if low else UINT32_MAX
-    scaled = min(float(high), max(float(low), signal.value * column.factor))
-    return math.ceil(scaled) if column.up else round(scaled), _QUALITY[signal.quality]
-
-
-def _time_of(signal: Signal) -> float:
-    return signal.read_time_s if signal.source_time_s is None else signal.source_time_s
-
-
-def _fill_gates(
-    message: pb.Fast,
-    block: Any,
-    rows: Sequence[str],
-    gates: Mapping[str, GateRow],
-    is_device: bool,
-) -> None:
-    """Put the gate of every row into a block, and the reasons of those that are not open."""
-    if not any(subject in gates for subject in rows):
-        return
-    unknown = GateRow(open=None, reason="not judged yet")
-    for row, subject in enumerate(rows):
-        state = gates.get(subject, unknown)
-        numbers = {True: pb.GATE_OPEN, False: pb.GATE_CLOSED, None: pb.GATE_UNKNOWN}
-        block.gate.append(numbers[state.open])
-        if state.open is not True:
-            message.reasons.add(device=is_device, row=row, gate=state.gate, reason=state.reason)
-
-
-def _named(name: str, found: Mapping[str, Signal], now_s: float) -> pb.NamedColumn:
-    """Return a column for a signal that has none of its own yet."""
-    column = pb.NamedColumn(signal=name)
-    for subject, signal in sorted(found.items()):
-        column.subjects.append(subject)
-        column.values.append(signal.value if signal.value is not None else 0.0)
-        column.age_ms.append(age_ms(_time_of(signal), now_s))
-        missing = signal.value is None and signal.quality in {Quality.VALUE, Quality.STALE}
-        quality: Any = _QUALITY[Quality.NOT_SUPPORTED if missing else signal.quality]
-        column.quality.append(quality)
-    return column
 
 
 # --- events ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from alloy_agent.proto import agent_pb2 as pb
 
 MAX_REPLIES = 256
+EARLY_RATIO = 0.1  # of an interval: what comes as often as it may is not kept waiting for jitter
 FIRST = {"echo_reply": 0, "inventory": 1, "partition_state": 2}
 
 
@@ -29,6 +30,7 @@ class Mailbox:
         self._replies: collections.deque[pb.AgentMessage] = collections.deque()
         self._slots: dict[str, pb.AgentMessage] = {}
         self._not_before_s: dict[str, float] = {}
+        self._due_s: dict[str, float] = {}  # the pace of each kind, which no lateness shifts
         self._dropped: collections.Counter[str] = collections.Counter()
         self._turn = 0
         self._open = False
@@ -58,6 +60,7 @@ class Mailbox:
             self._slots[kind] = message
             if urgent:
                 self._not_before_s.pop(kind, None)
+                self._due_s.pop(kind, None)
             self._changed.notify_all()
 
     def reply(self, message: pb.AgentMessage) -> None:
@@ -121,9 +124,15 @@ class Mailbox:
         with self._changed:
             for kind in sorted(self._slots, key=lambda kind: FIRST.get(kind, len(FIRST))):
                 if self._not_before_s.get(kind, now_s) <= now_s:
-                    self._not_before_s[kind] = now_s + intervals_s.get(kind, 0.0)
+                    self._pace(kind, now_s, intervals_s.get(kind, 0.0))
                     return self._slots.pop(kind)
         return None
+
+    def _pace(self, kind: str, now_s: float, interval_s: float) -> None:
+        """Note when the next message of a kind may go."""
+        due_s = max(self._due_s.get(kind, now_s) + interval_s, now_s + interval_s / 2)
+        self._due_s[kind] = due_s
+        self._not_before_s[kind] = due_s - interval_s * EARLY_RATIO
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there may be something to take."""

@@ -47,8 +47,10 @@ class Field(IntEnum):
     SAMPLER_CPU_PPM = 9  # of one core, sampling alone
     WANTED_PERIOD_NS = 10
     LATE_MAX_NS = 11
+    TELL_NS = 12  # written by the control process: when it wants to hear of a tick; 0: not at all
 
 
+LATE_MAX_NS: Final = int(Field.LATE_MAX_NS)
 POLICIES: Final = ("not sampling", "fifo", "nice", "normal")
 
 DOING: Final = (
@@ -145,8 +147,9 @@ class Board:
 
     def late(self, lateness_ns: int) -> None:
         """Count one tick that came `lateness_ns` after its deadline."""
-        self.words[HEADER_WORDS + bucket_of(lateness_ns)] += 1
-        self.words[Field.LATE_MAX_NS] = max(self.words[Field.LATE_MAX_NS], lateness_ns)
+        words = self.words
+        words[HEADER_WORDS + bucket_of(lateness_ns)] += 1
+        words[LATE_MAX_NS] = max(words[LATE_MAX_NS], lateness_ns)
 
     def lateness(self) -> tuple[int, ...]:
         """Return the counters of the lateness histogram."""

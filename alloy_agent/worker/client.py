@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -45,14 +46,13 @@ from alloy_agent.model import (
     Fact,
     Observation,
     Signal,
-    SignalSpec,
     Value,
     WorkerState,
 )
 from alloy_agent.worker import wire
 from alloy_agent.worker.board import Board, Field, SamplerState
 from alloy_agent.worker.pace import checked_rate
-from alloy_agent.worker.ring import Frame, PageReader, RingError, signals_of
+from alloy_agent.worker.ring import PageReader, RingError, signals_of
 from alloy_agent.worker.supervision import HEALTHY_AFTER_S, Blame, Crash, backoff_s, blame, forgive
 
 if TYPE_CHECKING:
@@ -212,6 +212,8 @@ class Worker:
         self._dropped_before = 0
         self._dropped_here = 0
         self._from_worker = msgspec.msgpack.Decoder(wire.ToControl)
+        self.tick_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.tick_fd)
 
     # --- life ---
 
@@ -378,26 +380,33 @@ class Worker:
     def signals(self) -> tuple[Signal, ...]:
         """Return the newest value of every signal, from shared memory."""
         now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-        period_s = self._period_s()
+        period_s = self.period_s()
         down = "" if self._phase == "ready" else f"its worker is down: {self._reason}"
         out: list[Signal] = []
         for device, page in tuple(self._pages.items()):
             why = down or self._stalled.get(device, "")
-            out.extend(signals_of(page.specs, page.latest(), now_s, period_s, why))
+            block = page.newest()
+            frame = None if block is None else block.newest()
+            out.extend(signals_of(page.specs, frame, now_s, period_s, why))
         return tuple(out)
 
-    def history(
-        self, device: DeviceId, number: int = 0
-    ) -> tuple[int, tuple[SignalSpec, ...], tuple[Frame, ...]]:
-        """Return the page's epoch, its specs, and the frames from `number` on that are still there.
+    def pages(self) -> dict[DeviceId, PageReader]:
+        """Return the page of each device: a new one with each geometry and each worker."""
+        return dict(self._pages)
 
-        Numbers start again at 0 with each epoch and each worker; keep (restarts, epoch, number + 1)
-        between calls.
+    def page(self, device: DeviceId) -> PageReader | None:
+        """Return the page of one device; None when it has none yet."""
+        return self._pages.get(device)
+
+    def tell_tick(self, due_ns: int) -> None:
+        """Have `tick_fd` become readable after the first tick at or after `due_ns`, once.
+
+        Args:
+            due_ns: Of `CLOCK_MONOTONIC`. A worker that is down tells nothing: wait with a limit.
         """
-        page = self._pages.get(device)
-        if page is None:
-            return 0, (), ()
-        return page.epoch, page.specs, page.since(number)
+        board = self._board
+        if board is not None:
+            board.words[Field.TELL_NS] = due_ns
 
     def sampler(self) -> SamplerState:
         """Return how the sampler is doing."""
@@ -425,7 +434,8 @@ class Worker:
         """Return how many events were lost to full queues, here and in all workers so far."""
         return self._dropped_before + self._dropped_there + self._dropped_here
 
-    def _period_s(self) -> float:
+    def period_s(self) -> float:
+        """Return the time between two ticks, as it is now."""
         board = self._board
         period_ns = 0 if board is None else board.get(Field.PERIOD_NS)
         return period_ns / 1e9 if period_ns else 1.0 / self._rate_hz
@@ -571,7 +581,7 @@ class Worker:
         if "-packages" not in ROOT:  # a source tree: the interpreter does not find it by itself
             known = environment.get("PYTHONPATH")
             environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{known}" if known else ROOT
-        fds = (socket_fd, board_fd, note_fd)
+        fds = (socket_fd, board_fd, note_fd, self.tick_fd)
         argv = [sys.executable, "-s", "-P", "-m", "alloy_agent.worker", *map(str, fds)]
         return subprocess.Popen(
             [*argv, str(os.getpid())],

@@ -96,9 +96,10 @@ class Answer:
 class Server:
     """The worker's side of the conversation."""
 
-    def __init__(self, channel: wire.Channel, board: Board) -> None:
+    def __init__(self, channel: wire.Channel, board: Board, tick_fd: int) -> None:
         self._channel = channel
         self._board = board
+        self._tick_fd = tick_fd
         self._start = wire.Start(name="")
         self._backend: Backend | None = None
         self._sampler: Sampler | None = None
@@ -164,7 +165,7 @@ class Server:
         backend = _open_backend(start)
         capabilities = backend.capabilities()
         if start.sample:
-            self._sampler = Sampler(backend, self._board, start, self._publish)
+            self._sampler = Sampler(backend, self._board, start, self._publish, self._tick_fd)
         self._backend = backend
         gc.collect()
         gc.freeze()
@@ -453,10 +454,10 @@ def _die_with(parent: int) -> None:
 
 def main(argv: list[str]) -> int:
     """Run a worker on inherited descriptors; returns its exit code."""
-    if len(argv) != 4:
+    if len(argv) != 5:
         sys.stderr.write("alloy_agent.worker is started by alloy-agent, not by hand\n")
         return 2
-    socket_fd, board_fd, note_fd, parent = (int(arg) for arg in argv)
+    socket_fd, board_fd, note_fd, tick_fd, parent = (int(arg) for arg in argv)
     _die_with(parent)
     signal.signal(
         signal.SIGTERM, signal.SIG_IGN
@@ -470,6 +471,6 @@ def main(argv: list[str]) -> int:
     gc.disable()
     board = Board(board_fd)
     board.words[Field.POLICY] = POLICIES.index("not sampling")
-    server = Server(wire.Channel(socket.socket(fileno=socket_fd)), board)
+    server = Server(wire.Channel(socket.socket(fileno=socket_fd)), board, tick_fd)
     code = server.serve()
     os._exit(code)  # threads that are stuck in the vendor's library must not keep us

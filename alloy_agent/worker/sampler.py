@@ -28,6 +28,7 @@ import threading
 import time
 from time import CLOCK_BOOTTIME as CLOCK
 from time import clock_gettime as boottime_s
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Final
 
 from alloy_agent.worker import pace
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from alloy_agent.worker.wire import Start
 
 LOG = logging.getLogger(__name__)
+# Plain numbers: a member of an enumeration is slow to index with.
+TICKS, MISSED, SKIPPED = int(Field.TICKS), int(Field.MISSED), int(Field.SKIPPED)
+TELL_NS: Final = int(Field.TELL_NS)
 SAMPLE: Final = DOING_CODES["sample"]
 SPECS: Final = DOING_CODES["signal_specs"]
 FIFO_PRIORITY: Final = 2
@@ -72,7 +76,6 @@ class Seat:
         self.pieces: object = None  # what the specs were read for
         self.errors = 0
         self.skip = 0  # ticks to leave out after errors
-        self.took_s = 0.0  # the last sample
 
 
 class Runner:
@@ -101,15 +104,15 @@ class Runner:
             deadline_ns = (now_ns // period_ns + 1) * period_ns
             sleep((deadline_ns - now_ns) / 1e9)
             now_ns = clock()
-            sampler.count(self, now_ns - deadline_ns, missed)
-            self._pass()
-            missed = max((clock() - deadline_ns) // period_ns, 0)
+            self._pass(now_ns)
+            sampler.count(self, now_ns, now_ns - deadline_ns, missed)
+            missed = (clock() - deadline_ns) // period_ns
 
-    def _pass(self) -> None:
-        seats = self.seats
+    def _pass(self, now_ns: int) -> None:
+        seats, tick = self.seats, self.sampler.tick
         for seat in seats:
             self.current = seat
-            self.sampler.tick(self, seat)
+            now_ns = tick(self, seat, now_ns)
             self.current = None
             if self.seats is not seats:  # set apart while the device held this thread
                 return
@@ -119,14 +122,27 @@ class Sampler:
     """All runners of a worker, their common pace and their budget."""
 
     def __init__(
-        self, backend: Backend, board: Board, start: Start, publish: Callable[[Seat], None]
+        self,
+        backend: Backend,
+        board: Board,
+        start: Start,
+        publish: Callable[[Seat], None],
+        tick_fd: int,
     ) -> None:
-        """Prepare to sample as `start` says; `publish` hands a new page to the control side."""
+        """Prepare to sample.
+
+        Args:
+            backend: Whose devices.
+            board: Where to show how it goes.
+            start: What the control side wants.
+            publish: Hands a new page to the control side.
+            tick_fd: Event descriptor through which it hears of a tick that it waits for.
+        """
+        self._tick_fd = tick_fd
         self._backend = backend
         self._board = board
         self._words = board.words
         self._cpu_share_max = start.cpu_share_max
-        self._deadline_s = start.sample_deadline_s
         self._deadline_ns = int(start.sample_deadline_s * 1e9)
         self._realtime = start.realtime and limit_realtime()
         self._publish = publish
@@ -143,25 +159,27 @@ class Sampler:
 
     # --- what a tick does ---
 
-    def tick(self, runner: Runner, seat: Seat) -> None:
-        """Sample one device, if it is free, and publish."""
+    def tick(self, runner: Runner, seat: Seat, now_ns: int) -> int:
+        """Sample one device, if it is free, and publish; returns the time it is then."""
         if seat.quiesced or seat.page is None:
-            return
+            return now_ns
         if seat.skip:
             seat.skip -= 1
-            return
-        now_ns = time.monotonic_ns()
-        if not seat.gate.enter(SAMPLE, now_ns + self._deadline_ns, now_ns=now_ns):
+            return now_ns
+        gate = seat.gate
+        if not gate.enter(SAMPLE, now_ns + self._deadline_ns, now_ns=now_ns):
             seat.owed = True
-            self._words[Field.SKIPPED] += 1
-            return
+            self._words[SKIPPED] += 1
+            return now_ns
         try:
             self.sample(seat)
         finally:
-            seat.gate.leave()
-        if seat.took_s > self._deadline_s:
+            gate.leave()
+        done_ns = monotonic_ns()
+        if done_ns - now_ns > self._deadline_ns:
             runner.in_time_since_s = time.monotonic()
             self.set_apart(runner, seat)
+        return done_ns
 
     def sample(self, seat: Seat) -> None:
         """Sample one device whose gate is held."""
@@ -169,18 +187,13 @@ class Sampler:
         if page is None or seat.quiesced:
             return
         seat.owed = False
-        began_s = now_s = boottime_s(CLOCK)
+        page.now_s = boottime_s(CLOCK)
         try:
-            page.begin(began_s)
             self._backend.sample(seat.device, page)
-            now_s = boottime_s(CLOCK)
-            page.commit(now_s)
+            page.commit(boottime_s(CLOCK))
         except Exception as exc:  # noqa: BLE001 - costs this device some ticks, no more
-            now_s = boottime_s(CLOCK)
             self._failed(seat, exc)
             return
-        finally:
-            seat.took_s = now_s - began_s
         seat.errors = 0
 
     def _failed(self, seat: Seat, exc: Exception) -> None:
@@ -190,14 +203,27 @@ class Sampler:
         if seat.errors == 1:
             LOG.warning("sample_failed", extra={"device": seat.device, "cause": str(exc)})
 
-    def count(self, runner: Runner, late_ns: int, missed: int) -> None:
-        """Count one tick of a runner: how late it came, and how many were missed before it."""
-        with self._lock:
-            if missed:
-                self._words[Field.MISSED] += missed
-            if not runner.apart:
-                self._words[Field.TICKS] += 1
-                self._board.late(late_ns)
+    def count(self, runner: Runner, now_ns: int, late_ns: int, missed: int) -> None:
+        """Count one tick of a runner, and tell the control side of it where that waits for one.
+
+        Args:
+            runner: Whose tick it was.
+            now_ns: When it began.
+            late_ns: How long after its deadline.
+            missed: How many ticks were missed before it.
+        """
+        words = self._words
+        if missed > 0:
+            with self._lock:
+                words[MISSED] += missed
+        if runner.apart:
+            return
+        words[TICKS] += 1
+        self._board.late(late_ns)
+        tell_ns = words[TELL_NS]
+        if tell_ns and now_ns >= tell_ns:
+            words[TELL_NS] = 0
+            os.eventfd_write(self._tick_fd, 1)
 
     # --- seats ---
 

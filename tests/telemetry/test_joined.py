@@ -16,10 +16,8 @@ from alloy_agent.model import (
     Condition,
     DeviceEvent,
     DeviceFault,
-    Quality,
     Scope,
     Share,
-    Signal,
     SignalSpec,
     WorkerState,
 )
@@ -28,7 +26,7 @@ from alloy_agent.telemetry.gates import GateState
 from alloy_agent.telemetry.health import Level
 from alloy_agent.telemetry.kernel_log import KernelLog
 from alloy_agent.worker.board import SamplerState
-from alloy_agent.worker.ring import Frame
+from alloy_agent.worker.ring import PageReader, PageWriter
 from tests.telemetry.world import GPU, device, piece, snapshot
 
 PIECE = "GPU-0/1g@0"
@@ -42,51 +40,44 @@ SPECS = tuple(
 
 
 class Memory:
-    """A worker whose frames and signals a test writes."""
+    """A worker whose page a test writes."""
 
     name = "fake"
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
         self.margin_c = 40.0
-        self.restarts = 0
+        self.writer = PageWriter(len(SPECS), 1, 1024)
+        self.reader = PageReader(os.dup(self.writer.fd), SPECS, 1)
 
     def write(self, *values: tuple[float, ...], step_s: float = 0.1) -> None:
         """Add frames that end now."""
         now_s = clock.boottime_s()
         for number, row in enumerate(values):
             at_s = now_s - (len(values) - 1 - number) * step_s
-            self.frames.append(
-                Frame(
-                    number=len(self.frames),
-                    written_at_s=at_s,
-                    values=row,
-                    source_times_s=(at_s,) * 2,
-                    read_times_s=(at_s,) * 2,
-                    refresh_periods_s=(0.1, 0.1),
-                    qualities=bytes(2),
-                )
-            )
+            self.writer.begin(at_s)
+            for slot, value in enumerate(row):
+                self.writer.put(slot, value, source_time_s=at_s)
+            self.writer.commit(at_s)
 
     def state(self) -> WorkerState:
         """Return that it runs."""
-        return WorkerState(backend="fake", alive=True, restarts=self.restarts)
+        return WorkerState(backend="fake", alive=True)
 
     def sampler(self) -> SamplerState:
         """Return ten samples a second."""
         return SamplerState(rate_hz=10.0)
 
-    def history(self, _device: str, number: int = 0) -> tuple[int, Any, tuple[Frame, ...]]:
-        """Return the frames from a number on."""
-        return 1, SPECS, tuple(self.frames[number:])
+    def period_s(self) -> float:
+        """Return the time between two samples."""
+        return 0.1
 
-    def signals(self) -> tuple[Signal, ...]:
-        """Return the newest value of both signals."""
-        now_s = clock.boottime_s()
-        return tuple(
-            Signal(spec=spec, quality=Quality.VALUE, value=value, read_time_s=now_s)
-            for spec, value in zip(SPECS, (0.5, self.margin_c), strict=True)
-        )
+    def page(self, _device: str) -> PageReader:
+        """Return the one page."""
+        return self.reader
+
+    def pages(self) -> dict[str, PageReader]:
+        """Return the one page."""
+        return {GPU: self.reader}
 
     def lateness(self) -> tuple[int, ...]:
         """Return no lateness."""
@@ -114,6 +105,7 @@ class World:
     def tick(self, *pieces: Any, **changes: Any) -> None:
         """Look at the node and judge it."""
         changes = {"bus": "0000:3b:00.0", **changes}
+        self.worker.write((0.5, self.worker.margin_c))
         seen = snapshot(*pieces, now_s=clock.boottime_s(), devices=(device(**changes),))
         self.telemetry.tick(seen, {})
 

@@ -21,7 +21,7 @@ from alloy_agent.errors import (
 from alloy_agent.model import DeviceId, Quality
 from alloy_agent.worker.client import Worker, WorkerDownError, WorkerSettings
 
-from .conftest import wait_for
+from .conftest import PATIENCE_S, wait_for
 
 if TYPE_CHECKING:
     from .conftest import Lab
@@ -363,7 +363,7 @@ def test_stopping_closes_the_backend(lab: Lab) -> None:
     with pytest.raises(WorkerDownError):
         worker.observe(DEV[0])
     worker.start()
-    assert worker.observe(DEV[0]).device.id == DEV[0]
+    assert worker.observe(DEV[0], PATIENCE_S).device.id == DEV[0]
 
 
 def test_no_descriptor_is_left_by_restarts(lab: Lab) -> None:

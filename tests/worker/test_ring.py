@@ -37,8 +37,13 @@ def pair(count: int, frames: int = 8) -> tuple[PageWriter, PageReader]:
     return writer, PageReader(os.dup(writer.fd), specs(count), 1)
 
 
+def newest(reader: PageReader) -> Frame | None:
+    block = reader.newest()
+    return None if block is None else block.newest()
+
+
 def latest(reader: PageReader) -> Frame:
-    frame = reader.latest()
+    frame = newest(reader)
     assert frame is not None
     return frame
 
@@ -46,13 +51,13 @@ def latest(reader: PageReader) -> Frame:
 def test_what_was_put_comes_out() -> None:
     """Value, quality, source time and read time of each slot arrive as they were put."""
     writer, reader = pair(4)
-    assert reader.latest() is None
+    assert newest(reader) is None
     writer.begin(10.0)
     writer.put(0, 1.5)
     writer.put(1, 2.5, source_time_s=9.5)
     writer.put(2, 0.0, Quality.NOT_PERMITTED)
     writer.commit(10.1)
-    got = signals_of(reader.specs, reader.latest(), 10.2, 0.1, "")
+    got = signals_of(reader.specs, newest(reader), 10.2, 0.1, "")
     assert [s.quality for s in got] == [
         Quality.VALUE,
         Quality.VALUE,
@@ -71,9 +76,9 @@ def test_a_silent_source_turns_stale_and_keeps_its_last_value() -> None:
     writer.begin(10.0)
     writer.put(0, 7.0)
     writer.commit(10.0)
-    (fresh,) = signals_of(reader.specs, reader.latest(), 10.25, 0.1, "")
-    (old,) = signals_of(reader.specs, reader.latest(), 10.5, 0.1, "")
-    (known,) = signals_of(reader.specs, reader.latest(), 10.5, 0.1, "sample has not returned")
+    (fresh,) = signals_of(reader.specs, newest(reader), 10.25, 0.1, "")
+    (old,) = signals_of(reader.specs, newest(reader), 10.5, 0.1, "")
+    (known,) = signals_of(reader.specs, newest(reader), 10.5, 0.1, "sample has not returned")
     assert fresh.quality is Quality.VALUE
     assert (old.quality, old.value, old.reason) == (Quality.STALE, 7.0, "not read for 0.50 s")
     assert known.reason == "sample has not returned"
@@ -134,7 +139,7 @@ def test_what_is_no_number_is_no_value(bad: float) -> None:
     writer.begin(1.0)
     writer.put(0, bad)
     writer.commit(1.0)
-    (got,) = signals_of(reader.specs, reader.latest(), 1.0, 0.1, "")
+    (got,) = signals_of(reader.specs, newest(reader), 1.0, 0.1, "")
     assert (got.value, got.quality) == (None, Quality.NOT_SUPPORTED)
 
 
@@ -164,14 +169,65 @@ def test_a_source_clock_that_goes_back_does_not_break_the_period() -> None:
 def test_history_returns_what_is_still_there() -> None:
     """Frames come oldest first, none twice, none that was overwritten."""
     writer, reader = pair(1, frames=8)
+    assert reader.kept(0) == (0, None)
     for tick in range(20):
         writer.begin(float(tick))
         writer.put(0, float(tick))
         writer.commit(float(tick))
-    assert [f.number for f in reader.since(0)] == list(range(13, 20))
-    assert [f.values[0] for f in reader.since(18)] == [18.0, 19.0]
-    assert reader.since(20) == ()
-    assert reader.frame(2) is None
+    count, block = reader.kept(0)
+    assert block is not None
+    assert (count, block.values(0)) == (20, [float(n) for n in range(13, 20)])
+    assert block.reads(0) == block.values(0)
+    assert block.newest().number == 19
+    last = reader.kept(18)[1]
+    assert last is not None
+    assert last.values(0) == [18.0, 19.0]
+    assert reader.kept(20) == (20, None)
+
+
+@given(rate_hz=st.sampled_from([10, 20, 25, 50, 100]), ticks=st.integers(1, 400))
+def test_history_is_kept_ten_times_a_second_and_the_newest_tick_always(
+    rate_hz: int, ticks: int
+) -> None:
+    """However fast is sampled, frames of 0.1 s are kept, and the newest one is the last tick's."""
+    writer, reader = pair(1)
+    for tick in range(ticks):
+        writer.begin(100.0 + tick / rate_hz)
+        writer.put(0, float(tick))
+        writer.commit(100.0 + tick / rate_hz)
+    assert latest(reader).values == (float(ticks - 1),)
+    count, block = reader.kept(0)
+    assert block is not None
+    every = -(-rate_hz * 95 // 1000)  # ticks in 0.095 s, rounded up
+    wanted = [float(tick) for tick in range(0, ticks, every)]
+    assert count == len(wanted)
+    assert block.values(0) == wanted[-7:] if count > 7 else wanted
+
+
+def test_a_frame_that_the_writer_could_have_reached_meanwhile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reader that is overtaken while it copies returns no frame out of its order."""
+    writer, reader = pair(1, frames=4)
+
+    def tick(at_s: float) -> None:
+        writer.begin(at_s)
+        writer.put(0, at_s)
+        writer.commit(at_s)
+
+    for number in range(4):
+        tick(float(number))
+    whole, turns = reader._whole, iter(range(4, 6))
+
+    def slow(place: int) -> bytes | None:
+        for number in turns:  # before the first copy the writer goes on by two
+            tick(float(number))
+        return whole(place)
+
+    monkeypatch.setattr(reader, "_whole", slow)
+    count, block = reader.kept(0)
+    assert block is not None
+    assert (count, block.values(0)) == (4, [3.0])
 
 
 @given(at=st.integers(min_value=0), flip=st.integers(min_value=1, max_value=255))
@@ -182,9 +238,9 @@ def test_no_changed_byte_of_a_frame_is_believed(at: int, flip: int) -> None:
     for slot in range(3):
         writer.put(slot, slot + 0.5)
     writer.commit(1.0)
-    body = HEADER_BYTES + 32 + at % (writer.stride - 32)
+    body = HEADER_BYTES + 2 * writer.stride + 32 + at % (writer.stride - 32)
     writer._bytes[body] ^= flip
-    assert reader.latest() is None
+    assert newest(reader) is None
 
 
 @pytest.mark.parametrize("word", range(6))
@@ -256,11 +312,14 @@ def test_a_hammering_reader_never_sees_a_torn_frame_even_when_the_writer_is_kill
     read = 0
     until_s = time.monotonic() + 2.0
     while time.monotonic() < until_s:
-        for frame in (reader.latest(), *reader.since(0)):
-            if frame is not None:
+        for block in (reader.newest(), reader.kept(0)[1]):
+            if block is not None:
                 read += 1
-                assert set(frame.values) == {float(frame.number + 1)}
-                assert set(frame.source_times_s) == {float(frame.number + 1)}
+                ticks = block.values(0)
+                assert ticks == sorted(set(ticks))
+                assert all(block.values(slot) == ticks for slot in range(64))
+                assert all(block.sources(slot) == ticks for slot in range(64))
+                assert block.newest().number + 1 == ticks[-1]
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert read > 1000

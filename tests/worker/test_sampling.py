@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +31,35 @@ def create(device: DeviceId, start: int) -> Create:
 def values(worker: Worker) -> int:
     """Return how many signals have a fresh value."""
     return sum(1 for s in worker.signals() if s.quality is Quality.VALUE)
+
+
+def signals_of(worker: Worker) -> int:
+    """Return how many signals the page of the first device has."""
+    page = worker.page(DEV0)
+    return 0 if page is None else len(page.specs)
+
+
+def told(worker: Worker, within_s: float) -> bool:
+    """Return whether a tick was told of within a while, and forget it."""
+    poll = select.poll()
+    poll.register(worker.tick_fd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000)) and os.eventfd_read(worker.tick_fd) == 1
+
+
+def test_a_tick_is_told_of_once_and_not_before_it_is_due(lab: Lab) -> None:
+    """Whoever waits for a tick hears of the first one that is due, and of no other."""
+    worker = lab.worker(devices=2, settings=FAST)
+    wait_for(lambda: worker.sampler().ticks > 5, "sampling")
+    assert not told(worker, 0.0)
+    due_ns = time.monotonic_ns() + 150_000_000
+    worker.tell_tick(due_ns)
+    assert told(worker, 30.0)
+    assert time.monotonic_ns() >= due_ns
+    ticks = worker.sampler().ticks
+    wait_for(lambda: worker.sampler().ticks > ticks + 5, "more ticks")
+    assert not told(worker, 0.0)
+    worker.tell_tick(1)
+    assert told(worker, 30.0)
 
 
 def test_every_device_is_sampled_on_every_tick(lab: Lab) -> None:
@@ -87,14 +118,16 @@ def test_a_changed_geometry_gets_a_new_page(lab: Lab) -> None:
     """After a partition is made or removed its signals appear and go; others are not disturbed."""
     worker = lab.worker(devices=2, settings=FAST)
     wait_for(lambda: len(worker.signals()) == 20, "both devices' signals")
-    epoch, specs, _frames = worker.history(DEV0)
+    page = worker.page(DEV0)
+    assert page is not None
+    epoch, specs = page.epoch, page.specs
     assert len(specs) == 10
     sibling = worker._pages[DEV[1]]
     worker.quiesce(DEV0)
     worker.apply(create(DEV0, 5))
     worker.resume(DEV0)
-    wait_for(lambda: len(worker.history(DEV0)[1]) == 15, "the new piece's signals")
-    assert worker.history(DEV0)[0] == epoch + 1
+    wait_for(lambda: signals_of(worker) == 15, "the new piece's signals")
+    assert worker.pages()[DEV0].epoch == epoch + 1
     assert worker._pages[DEV[1]] is sibling
     wait_for(lambda: values(worker) == 20, "fresh values of five pieces")
 
@@ -108,16 +141,16 @@ def test_a_page_that_is_held_over_a_change_stays_readable(lab: Lab) -> None:
     worker.apply(create(DEV0, 5))
     worker.resume(DEV0)
     wait_for(lambda: old.retired, "the old page is retired")
-    last = old.latest()
+    last = old.newest()
     assert last is not None
-    assert len(last.values) == 10
+    assert len(last.newest().values) == 10
 
 
 def test_a_foreign_change_of_geometry_is_followed(lab: Lab) -> None:
     """An observation with other pieces than before makes the sampler read its signals anew."""
     worker = lab.worker(devices=1, settings=FAST, sample=True)
     worker.observe(DEV0)
-    wait_for(lambda: len(worker.history(DEV0)[1]) == 10, "signals")
+    wait_for(lambda: signals_of(worker) == 10, "signals")
     worker.quiesce(DEV0)
     worker.apply(create(DEV0, 5))
     worker.resume(DEV0)
@@ -126,7 +159,7 @@ def test_a_foreign_change_of_geometry_is_followed(lab: Lab) -> None:
     worker.apply(Destroy(device=DEV0, partition=made))
     worker.resume(DEV0)
     worker.observe(DEV0)
-    wait_for(lambda: len(worker.history(DEV0)[1]) == 10, "the piece's signals are gone")
+    wait_for(lambda: signals_of(worker) == 10, "the piece's signals are gone")
 
 
 def test_the_sampler_never_keeps_a_change_from_happening(lab: Lab) -> None:

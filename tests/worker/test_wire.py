@@ -100,7 +100,8 @@ def test_a_worker_leaves_when_it_is_sent_garbage(noise: bytes) -> None:
     """A worker whose first bytes are garbage exits by itself, with a code that says so."""
     ours, theirs = socket.socketpair()
     board, note_fd = Board.make(), os.memfd_create("note")
-    fds = (theirs.fileno(), board.fd, note_fd)
+    tick_fd = os.eventfd(0)
+    fds = (theirs.fileno(), board.fd, note_fd, tick_fd)
     child = subprocess.Popen(
         [sys.executable, "-m", "alloy_agent.worker", *map(str, fds), str(os.getpid())],
         pass_fds=fds,
@@ -112,6 +113,7 @@ def test_a_worker_leaves_when_it_is_sent_garbage(noise: bytes) -> None:
         assert child.wait(20) == 4
     board.close()
     os.close(note_fd)
+    os.close(tick_fd)
 
 
 def test_a_descriptor_travels_beside_its_frame() -> None:

@@ -1,0 +1,73 @@
+"""How much of each resource is used: windows by subject, and the headroom that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from alloy_agent.telemetry import headroom
+from alloy_agent.telemetry.window import Quantiles, Windows
+
+HEADROOM: Final = "alloy_partition_headroom_p95_ratio"
+
+Key = tuple[str, int]  # subject, generation (0 for a device)
+
+
+class Load:
+    """Windows and headroom; guarded by whoever owns it."""
+
+    def __init__(self) -> None:
+        self.windows: dict[Key, dict[str, Windows]] = {}
+        self.headrooms: dict[Key, headroom.Headroom] = {}
+        self._short: dict[tuple[Key, str], Quantiles] = {}
+
+    def windows_of(self, key: Key, resource: headroom.Resource) -> Windows:
+        """Return the windows of a subject's resource, new ones if there are none."""
+        table = self.windows.setdefault(key, {})
+        windows = table.get(resource.name)
+        if windows is None:
+            windows = table[resource.name] = Windows(high=resource.high)
+        return windows
+
+    def forget(self, living: Collection[Key]) -> None:
+        """Drop what belongs to subjects that are gone or were made anew."""
+        for table in (self.windows, self.headrooms):
+            for key in [key for key in table if key not in living]:
+                del table[key]
+        for short in [short for short in self._short if short[0] not in living]:
+            del self._short[short]
+
+    def weigh(self, now_s: float) -> None:
+        """Work out the headroom of everything."""
+        for key, table in self.windows.items():
+            ratios: dict[str, float | None] = {}
+            for name, windows in table.items():
+                windows.settle(now_s)
+                found = windows.minute.quantiles(now_s, windows.period_s or 1.0)
+                ratios[name] = headroom.left(MARGIN if name == "temperature" else USE, found)
+                if found.p95 is None:
+                    self._short[key, name] = found
+                else:
+                    self._short.pop((key, name), None)
+            self.headrooms[key] = headroom.together(ratios)
+
+    def quantiles(self, now_s: float) -> list[tuple[Key, str, Quantiles]]:
+        """Return the quantiles of every window, of the minute and of the quarter hour."""
+        found = []
+        for key, table in self.windows.items():
+            for name, windows in table.items():
+                windows.settle(now_s)
+                period_s = windows.period_s or 1.0
+                found += [
+                    (key, name, window.quantiles(now_s, period_s))
+                    for window in (windows.minute, windows.quarter)
+                ]
+        return found
+
+    def coverages(self) -> list[tuple[Key, str, Quantiles]]:
+        """Return the minute's quantiles of every window whose coverage is short."""
+        return [(key, name, found) for (key, name), found in self._short.items()]
+
+
+USE: Final = headroom.Resource("use")
+MARGIN: Final = headroom.Resource("margin", margin=True)

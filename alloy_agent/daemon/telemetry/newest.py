@@ -1,0 +1,146 @@
+"""The newest reading of every signal of the node, in columns over all pages.
+
+Whoever looks at all signals at once (gates, the brain's samples) reads these columns, and makes no
+object of a signal. A column's place is fixed for as long as the pages are: `revision` tells when
+places have moved.
+
+Rules that stay true in here:
+
+* A number that cannot be a reading (`telemetry.signals`) is none, as one that was never read.
+* The age of a value is that of its source, and of its reading only where the source has no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import le
+from typing import TYPE_CHECKING, Final
+
+from alloy_agent.telemetry import signals
+from alloy_agent.worker.ring import NEVER
+
+if TYPE_CHECKING:
+    from alloy_agent.model import SignalSpec
+    from alloy_agent.worker import Worker
+    from alloy_agent.worker.ring import Frame, PageReader
+
+NAN: Final = math.nan
+# Codes of quality are those of `ring.QUALITIES`, by their order, and one more.
+DOUBTED: Final = 254
+VALUE, NOT_SUPPORTED, NOT_PERMITTED, STALE = range(4)
+STALE_FLOOR_S: Final = 0.25
+STALE_PERIODS: Final = 3.0
+
+
+class _Page:
+    """One device's page, and what its signals can be."""
+
+    def __init__(self, reader: PageReader, worker: Worker) -> None:
+        self.reader = reader
+        self.worker = worker
+        self.can = [signals.possible(spec) for spec in reader.specs]
+        self.lows = [can.low for can in self.can]
+        self.highs = [can.high for can in self.can]
+        self.never = frozenset().union(*(can.never for can in self.can))
+        count = len(reader.specs)
+        self.nothing = ([NAN] * count, [0.0] * count, [NAN] * count, bytes([NEVER]) * count)
+
+
+class Newest:
+    """The columns of now; one thread at a time.
+
+    Args:
+        workers: Whose pages are read.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._pages: tuple[_Page, ...] = ()
+        self._readers: list[PageReader] = []
+        self.revision = 0
+        self.specs: tuple[SignalSpec, ...] = ()
+        self.places: dict[tuple[str, str], int] = {}  # by subject and name
+        self.values: list[float] = []  # NaN: none
+        self.times_s: list[float] = []  # of the source, else of the reading; 0: none
+        self.refresh_s: list[float] = []  # measured; NaN: not yet
+        self.codes = b""
+
+    def take(self, now_s: float) -> None:
+        """Read the newest frame of every page."""
+        found = [(reader, worker) for worker in self._workers for reader in worker.pages().values()]
+        readers = [reader for reader, _ in found]
+        if readers != self._readers:
+            self._turn_to(found)
+            self._readers = readers
+        values: list[float] = []
+        times_s: list[float] = []
+        refresh_s: list[float] = []
+        codes: list[bytes] = []
+        for page in self._pages:
+            one = _columns(page, now_s)
+            values += one[0]
+            times_s += one[1]
+            refresh_s += one[2]
+            codes.append(one[3])
+        self.values, self.times_s, self.refresh_s = values, times_s, refresh_s
+        self.codes = b"".join(codes)
+
+    def _turn_to(self, found: Sequence[tuple[PageReader, Worker]]) -> None:
+        """Lay out the columns anew."""
+        self._pages = tuple(_Page(reader, worker) for reader, worker in found)
+        self.specs = tuple(spec for reader, _ in found for spec in reader.specs)
+        self.places = {(spec.subject, spec.name): n for n, spec in enumerate(self.specs)}
+        self.revision += 1
+
+    def limit_s(self, place: int) -> float:
+        """Return the age from which a value is stale for a decision."""
+        refresh_s = self.refresh_s[place]
+        if math.isnan(refresh_s):
+            return signals.limit_s(self.specs[place])
+        return max(signals.AGE_PERIODS * refresh_s, signals.AGE_FLOOR_S)
+
+
+def _columns(page: _Page, now_s: float) -> tuple[list[float], list[float], list[float], bytes]:
+    """Return one page's values, times, refresh periods and codes."""
+    block = page.reader.newest()
+    if block is None or not block.slots:
+        return page.nothing
+    frame = block.newest()
+    limit_s = max(STALE_PERIODS * page.worker.period_s(), STALE_FLOOR_S)
+    reads_s = frame.read_times_s
+    times_s = [
+        (0.0 if read_s != read_s else read_s) if source_s != source_s else source_s  # noqa: PLR0124 - NaN
+        for source_s, read_s in zip(frame.source_times_s, reads_s, strict=True)
+    ]
+    values = list(frame.values)
+    if (
+        now_s - reads_s[0] <= limit_s
+        and reads_s.count(reads_s[0]) == len(reads_s)
+        and not any(frame.qualities)
+        and all(map(le, page.lows, values))
+        and all(map(le, values, page.highs))
+        and page.never.isdisjoint(values)
+    ):
+        return values, times_s, list(frame.refresh_periods_s), frame.qualities
+    codes = _judged(page, frame, values, now_s - limit_s)
+    return values, times_s, list(frame.refresh_periods_s), codes
+
+
+def _judged(page: _Page, frame: Frame, values: list[float], oldest_s: float) -> bytes:
+    """Return the codes of a page where not all is well; takes numbers away that cannot be."""
+    codes = bytearray(frame.qualities)
+    for slot, (code, value, can) in enumerate(
+        zip(frame.qualities, frame.values, page.can, strict=True)
+    ):
+        if code not in {VALUE, STALE}:
+            values[slot] = NAN
+        elif not math.isfinite(value):
+            values[slot] = NAN
+            codes[slot] = NOT_SUPPORTED if code == VALUE else code
+        elif not can.low <= value <= can.high or value in can.never:
+            values[slot] = NAN
+            codes[slot] = DOUBTED
+        elif code == VALUE and frame.read_times_s[slot] < oldest_s:
+            codes[slot] = STALE
+    return bytes(codes)
