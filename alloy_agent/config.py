@@ -401,16 +401,18 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]
     known = {variable_of(name) for name in setting_names()} | {"ALLOY_CONFIG"}
     slips = []
     for variable in sorted(environ):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in known:
+        if not variable.upper().startswith(ENVIRONMENT_PREFIX) or variable in known:
             continue
-        if _SERVICE_LINK.search(variable):
+        if _SERVICE_LINK.search(variable) or variable.startswith(_TENANTS):
             continue
-        close = nearest(variable, known)
+        close = nearest(variable.upper(), known)
         if close:
             slips.append((variable, close))
     return tuple(slips)
 
 
+# Variables that the agent hands to tenants, which may run commands of the agent themselves.
+_TENANTS: Final = ("ALLOY_GATE_", "ALLOY_EMU", "ALLOY_PARTITION", "ALLOY_CPUS", "ALLOY_CLAIM_")
 # Variables that Kubernetes and container runtimes add for a service or link of that name.
 _SERVICE_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_[0-9]+_(TCP|UDP).*)?$")
 
@@ -499,6 +501,36 @@ def _check_together(settings: Settings, tree: Located) -> None:
         raise _conflict(tree, "layout", "name", "stands without layout.file", "add layout.file")
     if brain.address is not None:
         _check_brain(tree, brain)
+    if settings.backends.cpu != Enable.OFF:
+        _check_reserved(tree, settings.cpu.reserved_cores)
+
+
+POSSIBLE_CPUS: Final = "/sys/devices/system/cpu/possible"
+
+
+def _check_reserved(tree: Located, reserved: tuple[int, ...]) -> None:
+    """Refuse to keep CPUs that this host cannot have: a slip there would keep nothing at all."""
+    possible = _possible_cpus()
+    for number, cpu in enumerate(reserved):
+        if possible and cpu not in possible:
+            node = tree.at("cpu", "reserved_cores", number)
+            raise ConfigError(
+                f"{node.where}: cpu.reserved_cores[{number}]: this host has no CPU {cpu}",
+                cure=f"its CPUs are {min(possible)} to {max(possible)}",
+            )
+
+
+def _possible_cpus() -> frozenset[int]:
+    """Return the CPUs that the host has or may be given; none where the kernel does not tell."""
+    found: set[int] = set()
+    try:
+        text = Path(POSSIBLE_CPUS).read_text(encoding="ascii")
+        for part in text.strip().split(","):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(found)
 
 
 def _check_brain(tree: Located, brain: BrainSettings) -> None:

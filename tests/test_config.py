@@ -187,6 +187,40 @@ def test_variables_of_service_discovery_are_not_settings() -> None:
     assert unknown_variables(environ) == (("ALLOY_LOG_LEVL", "ALLOY_LOG_LEVEL"),)
 
 
+def test_cpus_that_this_host_cannot_have_are_not_reserved(tmp_path: Path) -> None:
+    """A CPU that is not there would keep nothing: refused with file, line and the true range."""
+    path = write(tmp_path, "cpu:\n  reserved_cores:\n    - 0\n    - 65000\n")
+    with pytest.raises(ConfigError) as caught:
+        read_settings(path)
+    assert f"{path}:4: cpu.reserved_cores[1]: this host has no CPU 65000" in str(caught.value)
+    assert "0 to" in caught.value.cure
+    with pytest.raises(ConfigError, match="environment ALLOY_CPU_RESERVED_CORES"):
+        read_settings(None, {"ALLOY_CPU_RESERVED_CORES": "0,65000"})
+    off = write(tmp_path, "backends: {cpu: off}\ncpu: {reserved_cores: [65000]}\n")
+    assert read_settings(off).cpu.reserved_cores == (65000,)
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("ALLOY_LOG_LEVL", "ALLOY_LOG_LEVEL"),
+        ("ALLOY_STATEDIR", "ALLOY_STATE_DIR"),
+        ("ALLOY_CPU_RESERVED_CORE", "ALLOY_CPU_RESERVED_CORES"),
+        ("alloy_log_level", "ALLOY_LOG_LEVEL"),
+        ("ALLOY_BACKEND_CPU", "ALLOY_BACKENDS_CPU"),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_the_right_one(variable: str, meant: str) -> None:
+    """What looks like a setting and is none is named, with the setting that was meant."""
+    assert unknown_variables({variable: "1"}) == ((variable, meant),)
+
+
+def test_variables_of_tenants_are_no_slips() -> None:
+    """What the agent hands to tenants is not taken for a misspelt setting of its own."""
+    given = ("ALLOY_GATE_ROLE", "ALLOY_PARTITION", "ALLOY_PARTITIONS", "ALLOY_CLAIM_UID")
+    assert unknown_variables(dict.fromkeys(given, "1")) == ()
+
+
 def test_every_setting_has_a_variable_of_its_own() -> None:
     """No two settings are set by one variable, and none looks like service discovery."""
     names = [variable_of(name) for name in setting_names()]

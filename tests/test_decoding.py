@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from alloy_agent import decoding
 from alloy_agent.decoding import (
     GIB,
     SIZE_MAX_BYTES,
@@ -331,6 +333,56 @@ def test_files_that_cannot_be_read_are_named_with_the_cure(tmp_path: Path) -> No
             read_text(path)
         assert words in str(caught.value)
         assert caught.value.cure
+
+
+def _huge(path: Path) -> None:
+    """Make a file that is large and takes no room."""
+    path.touch()
+    os.truncate(path, 1 << 36)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "a named pipe"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device"),
+        (lambda path: path.symlink_to("/dev/null"), "a device"),
+        (lambda path: path.symlink_to(path.with_name("pipe")), "a named pipe"),
+        (_huge, "68719476736 bytes"),
+        (lambda path: path.mkdir(), "directory"),
+    ],
+    ids=["pipe", "endless", "empty", "link", "huge", "directory"],
+)
+def test_what_is_no_file_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], object], words: str
+) -> None:
+    """Nothing but a file is opened, and nothing of a huge one is read: one line with the cure."""
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "layout.yaml"
+    make(path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_text(path)
+    assert str(path) in caught.value.message
+    assert caught.value.cure
+
+
+def test_a_file_that_becomes_a_pipe_meanwhile_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replaced between the look and the open, it is still refused."""
+    path, judge, looks = tmp_path / "layout.yaml", decoding._refuse_odd, []
+    path.write_text("a: 1\n")
+
+    def replaced(name: str, info: os.stat_result) -> None:
+        judge(name, info)
+        looks.append(name)
+        if len(looks) == 1:
+            path.unlink()
+            os.mkfifo(path)
+
+    monkeypatch.setattr(decoding, "_refuse_odd", replaced)
+    with pytest.raises(ConfigError, match="named pipe"):
+        read_text(path)
 
 
 def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from alloy_agent.config import Settings
     from alloy_agent.daemon.api import NodeApi
 
-MAX_FILE_BYTES = 4 << 20
 GARBAGE_EVERY = 100_000  # more objects than one look at a large node makes
 
 
@@ -26,22 +25,12 @@ def read_text(path: str) -> str:
     """Return the text of a file argument; `/dev/stdin` works.
 
     Raises:
-        ConfigError: It cannot be read, is no UTF-8, or is too large to be what it should be.
+        ConfigError: It cannot be read, is no file or no UTF-8, or is too large to be what it should
+            be.
     """
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as exc:
-        reason = (exc.strerror or str(exc)).lower()
-        raise ConfigError(f"{path}: {reason}", cure="name a readable file") from exc
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: larger than 4 MiB", cure="name a layout file")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as exc:
-        raise ConfigError(
-            f"{path}: not UTF-8 at byte {exc.start}", cure="save the file as UTF-8 text"
-        ) from exc
+    from alloy_agent import decoding
+
+    return decoding.read_text(path)
 
 
 def write_file(path: str, body: str | bytes) -> None:
@@ -124,6 +113,7 @@ def open_node(
 
     settings = settings_of(arguments)
     quiet_logs(arguments)
+    note_variables()
     if may_answer(settings):
         from alloy_agent.daemon.remote import find_daemon
 
@@ -138,6 +128,14 @@ def open_node(
         yield node
         for line in node.notes:
             note(line)
+
+
+def note_variables() -> None:
+    """Say which variables look like a setting and are none, each with the one that was meant."""
+    from alloy_agent.config import unknown_variables
+
+    for variable, close in unknown_variables(os.environ):
+        note(f"{variable} is no setting and is ignored: did you mean {close}?")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ untrusted: it is bounded before it is built, and nothing but a `ConfigError` eve
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
@@ -104,14 +105,12 @@ def read_text(path: FilePath | str) -> str:
     """Return the text of a file ("/dev/stdin" and pipes that are open too), bounded and UTF-8.
 
     Raises:
-        ConfigError: It is missing, unreadable, too large or no UTF-8; or a named pipe, which may
-            never have a writer, and would hold up a daemon that reads it again.
+        ConfigError: It is missing, unreadable, too large or no UTF-8; or no file at all: a named
+            pipe may never have a writer, and opening a device may do something.
     """
     try:
-        if stat.S_ISFIFO(FilePath(path).stat().st_mode) and not str(path).startswith(OPEN_ALREADY):
-            raise ConfigError(f"{path}: is a named pipe", cure="name a file")
-        with FilePath(path).open("rb") as stream:
-            raw = stream.read(SIZE_MAX_BYTES + 1)
+        with os.fdopen(_open_file(os.fspath(path)), "rb") as stream:
+            raw = stream.read(SIZE_MAX_BYTES + 1) or b""  # None: it has nothing to say now
     except OSError as exc:
         cures = {
             errno.ENOENT: "check the path",
@@ -132,6 +131,45 @@ def read_text(path: FilePath | str) -> str:
         raise ConfigError(
             f"{path}:{line}: byte 0x{raw[exc.start]:02x} is no UTF-8", cure="save the file as UTF-8"
         ) from exc
+
+
+KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def _open_file(path: str) -> int:
+    """Return a descriptor of a file, or of what is open already; nothing else is even opened.
+
+    Raises:
+        ConfigError: It is something else, or far too large.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    if path.startswith(OPEN_ALREADY):
+        return os.open(path, flags)
+    _refuse_odd(path, os.stat(path))  # noqa: PTH116 - before it is opened
+    # It may have been replaced since: a pipe would then hold up the open, but for this.
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        _refuse_odd(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_odd(path: str, info: os.stat_result) -> None:
+    kind = KINDS.get(stat.S_IFMT(info.st_mode))
+    if kind is not None:
+        raise ConfigError(f"{path}: is {kind}", cure="name a file")
+    if info.st_size > SIZE_MAX_BYTES and stat.S_ISREG(info.st_mode):
+        raise ConfigError(
+            f"{path}: {info.st_size} bytes, and no such file is larger than {SIZE_MAX_BYTES}",
+            cure="split the file",
+        )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -231,3 +231,24 @@ def test_evidence_that_is_none(alloy: Run, tmp_path: Path, path: str) -> None:
     assert done.code == 2
     assert done.err.count("\n") == 1
     assert "name a directory or a file" in done.err or "name one of the two" in done.err
+
+
+@pytest.mark.parametrize(
+    "path", ["/dev/zero", "/dev/null", "/proc/kmsg", "{folder}", "{folder}/pipe"]
+)
+def test_a_layout_that_is_no_file(alloy: Run, tmp_path: Path, path: str) -> None:
+    """A device, a pipe, a directory: one line, at once, for what changes and what only plans."""
+    os.mkfifo(tmp_path / "pipe")
+    named = path.format(folder=tmp_path)
+    for command in ("plan", "apply"):
+        done = alloy(command, named)
+        assert done.code == 2
+        assert done.err.count("\n") == 1
+        assert named in done.err
+
+
+def test_a_misspelt_variable_is_said(alloy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that sets nothing is named on stderr, with the one that was meant."""
+    monkeypatch.setenv("ALLOY_STATEDIR", "/nowhere")
+    done = alloy("devices")
+    assert "ALLOY_STATEDIR is no setting and is ignored: did you mean ALLOY_STATE_DIR?" in done.err
