@@ -274,6 +274,7 @@ class KubernetesSettings(Value, frozen=True, kw_only=True):
     for updates with two agents beside each other. `shares` opportunistic shares are offered on each
     device beside a production one. `evict_on_loss` ends the pods on a device that was lost.
     `node_condition` also tells of unhealthy devices on the node, which needs a right more.
+    `claim_status` writes into claims what became of them. `probe_address` answers gRPC probes.
     """
 
     enabled: bool = False
@@ -291,6 +292,8 @@ class KubernetesSettings(Value, frozen=True, kw_only=True):
     shares: Annotated[int, Meta(ge=0, le=8)] = 0
     evict_on_loss: bool = False
     node_condition: bool = False
+    claim_status: bool = True
+    probe_address: str | None = None
     api_server: str | None = None
     ca_file: FilePath | None = None
     token_file: FilePath | None = None

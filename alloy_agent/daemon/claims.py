@@ -66,7 +66,11 @@ class Claims:
         self._daemon = daemon
         settings = daemon.settings
         self.driver = KubernetesDriver(
-            settings.kubernetes, settings.node_name, os.environ, self._owned
+            settings.kubernetes,
+            settings.node_name,
+            os.environ,
+            self._owned,
+            lambda: daemon.health() or "",
         )
 
     def start(self) -> None:

@@ -13,6 +13,8 @@ Kubernetes allocates; the agent says what there is and makes what was allocated.
     cdi.py         container device specs: made, checked (pure), written, swept
     preparing.py   the prepare and unprepare contract over store and hardware
     dra.py         kubelet plug-in: registration, DRA v1 and v1beta1, health
+    statuses.py    what a claim's status says of its pieces
+    probes.py      the kubelet's gRPC probes
     api.py         a REST client of the verbs used here
     publishing.py  keeps the slices in the API server as they should be
     pods.py        from pid to pod and container (pure), and the pod-resources client

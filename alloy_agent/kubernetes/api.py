@@ -126,6 +126,29 @@ class ApiClient:
         space = urllib.parse.quote(ref.namespace, safe="")
         self.request("POST", f"/api/v1/namespaces/{space}/events", event)
 
+    def claim_devices(self, ref: ClaimRef, driver: str, entries: list[Document]) -> bool:
+        """Make these a driver's entries of a claim's status; others' entries stay.
+
+        Returns:
+            False where that claim is not there (any more), or was replaced by another of its name.
+        """
+        space, name = (urllib.parse.quote(text, safe="") for text in (ref.namespace, ref.name))
+        query = urllib.parse.urlencode({"fieldManager": driver, "force": "true"})
+        path = f"/apis/resource.k8s.io/v1/namespaces/{space}/resourceclaims/{name}/status?{query}"
+        body: Document = {
+            "apiVersion": API_VERSION,
+            "kind": "ResourceClaim",
+            "metadata": {"name": ref.name, "namespace": ref.namespace, "uid": ref.uid},
+            "status": {"devices": entries} if entries else {},
+        }
+        try:
+            self.request("PATCH", path, body, kind="application/apply-patch+yaml")
+        except ApiError as exc:
+            if exc.status == 404 or (exc.status == 422 and "metadata.uid" in str(exc)):
+                return False
+            raise
+        return True
+
     def node_condition(self, node: str, condition: Document) -> None:
         """Set one condition of a node; others' conditions stay."""
         path = f"/api/v1/nodes/{urllib.parse.quote(node, safe='')}/status"

@@ -59,6 +59,7 @@ VERSIONS: Final = (
 SOCKET_PATH_BYTES: Final = 107  # sockaddr_un.sun_path less its end
 CALL_S: Final = 40.0  # when the kubelet gives no deadline; it waits 45 s
 MARGIN_S: Final = 4.0
+INFO_S: Final = 1.0  # that the kubelet gives to GetInfo
 THREADS: Final = 16
 HEALTH_PERIOD_S: Final = 10.0  # the kubelet takes silence of 30 s for unknown
 HEALTH_TIMEOUT_S: Final = 30
@@ -212,6 +213,18 @@ class DraPlugin:
         dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(health[1], server)
 
     # --- registration ---
+
+    def answers(self) -> str:
+        """Return why this plug-in does not answer on its own registration socket, or nothing."""
+        path = self.paths.registration(self.driver)
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            try:
+                info = registration_pb2_grpc.RegistrationStub(channel).GetInfo(
+                    registration_pb2.InfoRequest(), timeout=INFO_S
+                )
+            except grpc.RpcError as exc:
+                return f"{path}: {exc.code().name}"
+        return "" if info.name == self.driver else f"{path}: answers as {info.name}"
 
     def info(self) -> registration_pb2.PluginInfo:
         """Return who we are."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from alloy_agent.errors import AlloyError, ConfigError
+from alloy_agent.host.pci import pcie_root
 from alloy_agent.kubernetes import conditions, slices
 from alloy_agent.kubernetes.api import ApiAccess, ApiClient, in_cluster
 from alloy_agent.kubernetes.cdi import CdiDirectory
@@ -31,8 +32,10 @@ from alloy_agent.kubernetes.dra import DeviceHealth, DraPlugin, PluginPaths
 from alloy_agent.kubernetes.hardware import Hardware, NodeLike
 from alloy_agent.kubernetes.offers import Offer, Pool, pool_of
 from alloy_agent.kubernetes.preparing import ClaimBooks, Preparer
+from alloy_agent.kubernetes.probes import LIVENESS, READINESS, ProbeServer
 from alloy_agent.kubernetes.publishing import Publisher
 from alloy_agent.kubernetes.slices import Document, SliceOptions, Taint
+from alloy_agent.kubernetes.statuses import ClaimTeller
 from alloy_agent.model import (
     Condition,
     Device,
@@ -45,6 +48,7 @@ from alloy_agent.model import (
     Vendor,
 )
 from alloy_agent.planner.geometry import made_by_mode
+from alloy_agent.store.claims import ClaimRecord
 
 if TYPE_CHECKING:
     from alloy_agent.config import KubernetesSettings
@@ -78,6 +82,7 @@ class KubernetesDriver:
         node: Name of the node in Kubernetes.
         environ: Variables of this process.
         find_owners: Returns the vendors whose devices others hand out.
+        unwell: Says why the agent itself is not well, or nothing.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class KubernetesDriver:
         node: str,
         environ: Mapping[str, str],
         find_owners: Callable[[], frozenset[Vendor]],
+        unwell: Callable[[], str] = lambda: "",
     ) -> None:
         self.settings = settings
         self.node = node
@@ -113,6 +119,20 @@ class KubernetesDriver:
         self._told: conditions.Told | None = None
         self._told_drained: conditions.Told | None = None
         self._stop = threading.Event()
+        self._teller = ClaimTeller(self.api, settings.driver, node)
+        self._roots: dict[str, str | None] = {}  # by bus address
+        self._house = threading.Event()  # there is something to do
+        self._probes = self._probe_server(unwell)
+
+    def _probe_server(self, unwell: Callable[[], str]) -> ProbeServer | None:
+        if self.settings.probe_address is None:
+            return None
+
+        def registered() -> str:
+            return "" if self.plugin.registered.is_set() else "the kubelet has not registered it"
+
+        checks = {LIVENESS: lambda: self.plugin.answers() or unwell(), READINESS: registered}
+        return ProbeServer(self.settings.probe_address, checks)
 
     # --- life ---
 
@@ -123,6 +143,8 @@ class KubernetesDriver:
             ConfigError: The sockets cannot be made.
         """
         self.plugin.start()
+        if self._probes is not None:
+            self._probes.start()
 
     def attach(
         self, node: NodeLike, books: ClaimBooks, refuse: Callable[[str], str] = lambda _subject: ""
@@ -142,6 +164,7 @@ class KubernetesDriver:
             CdiDirectory(Path(settings.cdi_dir), settings.driver),
             self.api,
             lambda subject: self._drained(subject) or refuse(subject),
+            self._changed,
         )
         self.preparer = preparer
 
@@ -172,7 +195,10 @@ class KubernetesDriver:
     def stop(self) -> None:
         """Unregister, let calls end. Slices stay: the kubelet removes them if nobody comes back."""
         self._stop.set()
+        self._house.set()
         self.plugin.stop()
+        if self._probes is not None:
+            self._probes.stop()
         self.publisher.stop()  # harmless when it never began
 
     def _drained(self, subject: str) -> str:
@@ -181,6 +207,12 @@ class KubernetesDriver:
         return f"{subject or 'the node'} is drained"
 
     # --- what happens ---
+
+    def _changed(self, record: ClaimRecord) -> None:
+        """Have a claim's status written soon; the kubelet does not wait for it."""
+        if self.settings.claim_status:
+            self._teller.tell(record)
+            self._house.set()
 
     def _registered(self) -> None:
         self.publisher.wake()  # a kubelet that starts has just deleted all slices
@@ -224,10 +256,15 @@ class KubernetesDriver:
         self._sick = {str(pool.device.id): sick for pool, _, _, sick in pools if sick}
 
     def _keep_house(self) -> None:
-        """Release what nobody has and tell the node's condition, off the loops: both may wait."""
+        """Write statuses, release what nobody has, tell of the node; all of these may wait."""
         due_s = time.monotonic() + RECONCILE_PERIOD_S
-        while not self._stop.wait(HOUSE_PERIOD_S):
+        while not self._stop.is_set():
+            self._house.wait(HOUSE_PERIOD_S)
+            self._house.clear()
+            if self._stop.is_set():
+                return
             try:
+                self._teller.write()
                 if self.preparer is not None and time.monotonic() >= due_s:
                     due_s = time.monotonic() + RECONCILE_PERIOD_S
                     self.preparer.reconcile(time.monotonic() + CALL_S)
@@ -355,6 +392,19 @@ class KubernetesDriver:
                 found[offer.name] = taints
         return found
 
+    def _pcie_roots(self, devices: Iterable[Device]) -> dict[str, str]:
+        """Return the root complex of each device that has one; the kernel is asked once."""
+        found = {}
+        for device in devices:
+            if device.bus is None or device.simulated:
+                continue  # an address that was made up may be that of something else on this host
+            if device.bus not in self._roots:
+                self._roots[device.bus] = pcie_root(device.bus)
+            root = self._roots[device.bus]
+            if root is not None:
+                found[str(device.id)] = root
+        return found
+
     def _publish(self, pools: list[tuple[Pool, list[Taint], dict[str, list[Taint]], str]]) -> None:
         wanted = tuple((pool, tuple(taints), own) for pool, taints, own, _ in pools)
         if wanted == self._published:
@@ -365,8 +415,11 @@ class KubernetesDriver:
             for device, (_, here) in self._known.items()
         }
 
+        roots = self._pcie_roots(pool.device for pool, *_ in wanted)
+
         def specs(options: SliceOptions) -> dict[str, tuple[Document, ...]]:
             made = {}
+            options = msgspec.structs.replace(options, pcie_roots=roots)
             for pool, taints, own in wanted:
                 there = existing.get(pool.device.id, frozenset())
                 shown = pool if options.counters else _static(pool, there)

@@ -118,6 +118,7 @@ class Preparer:
         folder: Where CDI files go.
         source: Where claims are read.
         refuse: Says why no claim is taken now on a device, or on the node (""), or nothing.
+        tell: Takes the record of each claim that was prepared or released.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the rooms that meet here
@@ -128,6 +129,7 @@ class Preparer:
         folder: CdiDirectory,
         source: ClaimSource,
         refuse: Callable[[str], str] = lambda _subject: "",
+        tell: Callable[[ClaimRecord], None] = lambda _record: None,
     ) -> None:
         self._driver = driver
         self._books = books
@@ -135,6 +137,7 @@ class Preparer:
         self._folder = folder
         self._source = source
         self._refuse = refuse
+        self._tell = tell
         self._changed = threading.Condition()
         self._busy: set[str] = set()
         self._unwanted: set[str] = set()  # claims whose unprepare waits for their prepare
@@ -342,8 +345,10 @@ class Preparer:
             record, pieces=tuple(pieces), phase=ClaimPhase.PREPARED, boot_id=snapshot.boot_id
         )
         if done != record:
-            self._books.save_claim(msgspec.structs.replace(done, changed_wall_s=clock.wall_s()))
+            done = msgspec.structs.replace(done, changed_wall_s=clock.wall_s())
+            self._books.save_claim(done)
         self._bind(done, living, snapshot)
+        self._tell(done)
         LOG.info("claim_prepared", extra={"claim": record.uid, "pieces": len(pieces)})
         return done
 
@@ -399,19 +404,19 @@ class Preparer:
     def _release(self, record: ClaimRecord, deadline_s: float) -> None:
         """Take everything back and leave a tombstone."""
         self._take_apart(record, ClaimPhase.RELEASING, deadline_s)
-        self._books.save_claim(
-            ClaimRecord(
-                uid=record.uid,
-                namespace=record.namespace,
-                name=record.name,
-                phase=ClaimPhase.RELEASED,
-                resource_version=record.resource_version,
-                boot_id=record.boot_id,
-                epoch=record.epoch,
-                changed_wall_s=clock.wall_s(),
-            )
+        tombstone = ClaimRecord(
+            uid=record.uid,
+            namespace=record.namespace,
+            name=record.name,
+            phase=ClaimPhase.RELEASED,
+            resource_version=record.resource_version,
+            boot_id=record.boot_id,
+            epoch=record.epoch,
+            changed_wall_s=clock.wall_s(),
         )
+        self._books.save_claim(tombstone)
         LOG.info("claim_released", extra={"claim": record.uid})
+        self._tell(tombstone)
         with self._changed:
             self._changed.notify_all()
 

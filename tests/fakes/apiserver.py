@@ -217,17 +217,43 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, fake.put(self.path, body))
 
     def do_PATCH(self) -> None:
-        """Merge conditions by type, which is all that is patched here."""
+        """Merge a node's conditions by type, or apply a driver's entries of a claim's status."""
         body = self._body()
         if self._faulty("PATCH"):
             return
-        path = self.path.removesuffix("/status")
+        url = urllib.parse.urlsplit(self.path)
+        path = url.path.removesuffix("/status")
         fake = self.server_of
+        if path not in fake.objects:
+            self._refuse(404, "not found")
+            return
         there = copy.deepcopy(fake.objects[path])
+        if "/resourceclaims/" in path:
+            (driver,) = urllib.parse.parse_qs(url.query)["fieldManager"]
+            self._apply_devices(path, there, body, driver)
+            return
         conditions = {c["type"]: c for c in there.setdefault("status", {}).get("conditions", ())}
         conditions |= {c["type"]: c for c in body["status"]["conditions"]}
         there["status"]["conditions"] = list(conditions.values())
         self._answer(200, fake.put(path, there))
+
+    def _apply_devices(self, path: str, there: Document, body: Document, driver: str) -> None:
+        if body["metadata"].get("uid", there["metadata"]["uid"]) != there["metadata"]["uid"]:
+            self._refuse(422, "metadata.uid: Invalid value: field is immutable")
+            return
+        status = there.setdefault("status", {})
+        devices = (status.get("allocation") or {}).get("devices") or {}
+        given = {(r["driver"], r["pool"], r["device"]) for r in devices.get("results", ())}
+        entries = body["status"].get("devices", [])
+        if any((e["driver"], e["pool"], e["device"]) not in given for e in entries):
+            self._refuse(422, "must be an allocated device in the claim")
+            return
+        others = [e for e in status.get("devices", ()) if e["driver"] != driver]
+        if status.get("devices", []) != others + entries:
+            status["devices"] = others + entries
+            fake = self.server_of
+            there = fake.put(path, there)
+        self._answer(200, there)
 
     def do_DELETE(self) -> None:
         """Delete."""

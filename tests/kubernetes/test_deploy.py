@@ -1,7 +1,7 @@
 """What is installed on a cluster: valid, least, explained, and one thing in both packagings.
 
 Schemas are those of Kubernetes itself (offline). They see structure, not meaning; where a real API
-server can be had (`KUBE_APISERVER_URL`), that is the better judge.
+server can be had, that is the better judge: `test_apiserver.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from alloy_agent.config import read_settings
 from alloy_agent.kubernetes import slices
 from alloy_agent.kubernetes.claims import config_of
 from alloy_agent.kubernetes.offers import pool_of
+from alloy_agent.kubernetes.probes import LIVENESS, READINESS
 from alloy_agent.model import Vendor
 from tests.kubernetes.test_slices import OPTIONS, numbered
 from tests.kubernetes.world import DRIVER
@@ -152,7 +153,7 @@ def test_the_variables_of_the_pod_are_settings(name: str) -> None:
     assert settings.kubernetes.driver == DRIVER
     assert settings.kubernetes.instance
     known = {key for key in environ if key.startswith("ALLOY_")}
-    assert len(known) == 6
+    assert len(known) == 7
 
 
 def test_rights_are_the_ones_that_are_used() -> None:
@@ -161,14 +162,9 @@ def test_rights_are_the_ones_that_are_used() -> None:
     rules = {(r["apiGroups"][0], r["resources"][0]): set(r["verbs"]) for r in role["rules"]}
     assert rules == {
         ("resource.k8s.io", "resourceclaims"): {"get"},
-        ("resource.k8s.io", "resourceslices"): {
-            "get",
-            "list",
-            "watch",
-            "create",
-            "update",
-            "delete",
-        },
+        ("resource.k8s.io", "resourceclaims/status"): {"patch"},
+        ("resource.k8s.io", "resourceclaims/driver"): {"associated-node:patch"},
+        ("resource.k8s.io", "resourceslices"): {"list", "watch", "create", "update", "delete"},
         ("", "nodes"): {"get"},
         ("", "events"): {"create"},
     }
@@ -176,6 +172,22 @@ def test_rights_are_the_ones_that_are_used() -> None:
     for number, line in enumerate(lines):
         if line.startswith("  - apiGroups"):
             assert lines[number - 1].startswith("  # ")
+
+
+def test_the_kubelet_probes_what_answers() -> None:
+    """All three probes ask the health protocol, on the port that is opened, names that it knows."""
+    (daemonset,) = of_kind("DaemonSet")
+    (container,) = daemonset["spec"]["template"]["spec"]["containers"]
+    environ = {one["name"]: one.get("value", "") for one in container["env"]}
+    port = int(environ["ALLOY_KUBERNETES_PROBE_ADDRESS"].rsplit(":", 1)[1])
+    assert {one["name"]: one["containerPort"] for one in container["ports"]}["probes"] == port
+    asked = {
+        kind: container[f"{kind}Probe"]["grpc"] for kind in ("startup", "readiness", "liveness")
+    }
+    assert {one["port"] for one in asked.values()} == {port}
+    assert [one["service"] for one in asked.values()] == [READINESS, READINESS, LIVENESS]
+    (network,) = of_kind("NetworkPolicy")
+    assert port in [p["port"] for rule in network["spec"]["ingress"] for p in rule["ports"]]
 
 
 def test_every_host_path_has_its_reason() -> None:
