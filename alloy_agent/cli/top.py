@@ -1,12 +1,12 @@
 """`alloy-agent top`: the node as it is now, drawn anew as often as asked.
 
 With a daemon it shows what the daemon knows; without one it samples by itself and leaves nothing
-behind. In a pipe, or with `--once`, it prints one picture.
+behind. In a pipe, or with `--once`, it prints one picture; on a terminal that cannot place its text
+(TERM=dumb) one after the other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import locale
 import os
 import shutil
@@ -15,15 +15,15 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from alloy_agent.cli import output, topview
 from alloy_agent.errors import ConfigError
 
 if TYPE_CHECKING:
+    from alloy_agent.cli.topscreen import Watch
     from alloy_agent.daemon.live import TopDocument
 
-Fetch = Callable[[], "TopDocument"]
 FIRST_LOOK_S = 1.2  # sampling by itself: so long until there is something to show
 
 
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the document of now and leave")
     parser.add_argument("--sort", choices=topview.SORTS, default="device")
     parser.add_argument("--filter", default="", metavar="TEXT")
-    parser.add_argument("--no-color", action="store_true", help="also by NO_COLOR or TERM=dumb")
+    parser.add_argument("--no-color", action="store_true", help="also by NO_COLOR")
     parser.set_defaults(run=run)
 
 
@@ -52,18 +52,31 @@ def run(arguments: Namespace) -> int:
         interval_s=arguments.interval,
         plain="utf" not in locale.getpreferredencoding().lower(),
     )
-    with _source(arguments) as fetch:
+    with _source(arguments) as source:
         if arguments.json:
-            output.write_json(fetch())
+            output.write_json(source.fetch())
             return 0
         if arguments.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-            return _print_once(fetch, view)
-        return _draw(fetch, view, color=not arguments.no_color and not os.environ.get("NO_COLOR"))
+            return _print_once(source.fetch(), view)
+        if not _can_place():
+            return _print_ever(source.watch(view.interval_s), view)
+        return _draw(source.watch, view, color=not (arguments.no_color or _no_color()))
+
+
+class Source(NamedTuple):
+    """Where documents come from: one now, or one each so many seconds."""
+
+    fetch: Callable[[], TopDocument]
+    watch: Watch
+
+
+def _no_color() -> bool:
+    return bool(os.environ.get("NO_COLOR"))
 
 
 @contextmanager
-def _source(arguments: Namespace) -> Iterator[Fetch]:
-    """Give what returns the document of now: the daemon of this host, or a node of our own."""
+def _source(arguments: Namespace) -> Iterator[Source]:
+    """Give the daemon of this host, or a node of our own."""
     from alloy_agent.cli.sources import quiet_logs, settings_of
     from alloy_agent.daemon.addresses import may_answer
 
@@ -75,117 +88,77 @@ def _source(arguments: Namespace) -> Iterator[Fetch]:
         daemon = find_daemon(settings, write=False)
         if daemon is not None:
             with daemon:
-                yield daemon.top
+                yield Source(daemon.top, daemon.watch_top)
             return
     from alloy_agent.daemon.alone import watching
 
     with watching(settings) as fetch:
         time.sleep(FIRST_LOOK_S)
-        yield fetch
+        yield Source(fetch, lambda period_s: _asking(fetch, period_s))
 
 
-def _print_once(fetch: Fetch, view: topview.View) -> int:
-    document = fetch()
-    history = topview.History()
-    history.add(document)
+def _asking(fetch: Callable[[], TopDocument], period_s: float) -> Iterator[TopDocument]:
+    """Yield a document each period."""
+    due_s = time.monotonic()
+    while True:
+        yield fetch()
+        due_s = max(due_s + period_s, time.monotonic())
+        time.sleep(due_s - time.monotonic() if due_s > time.monotonic() else 0.0)
+
+
+def _print_once(document: TopDocument, view: topview.View) -> int:
     width = shutil.get_terminal_size((100, 24)).columns
-    height = len(document.partitions) + len(document.drains[:2]) + 5
-    for line in topview.frame(document, view, history, width, height)[:-1]:
-        output.write("".join(span.text for span in line).rstrip())
+    for line in _picture(document, view, topview.History(), width):
+        output.write(line)
     return 0
 
 
-def _draw(fetch: Fetch, view: topview.View, *, color: bool) -> int:
+def _picture(
+    document: TopDocument, view: topview.View, history: topview.History, width: int
+) -> list[str]:
+    """Return the lines of a picture of everything, without the keys at its foot."""
+    history.add(document)
+    height = max(len(document.partitions), len(document.devices)) + len(document.drains[:2]) + 5
+    lines = topview.frame(document, view, history, width, height)[:-1]
+    texts = ["".join(span.text for span in line).rstrip() for line in lines]
+    while texts and not texts[-1]:
+        texts.pop()
+    return texts
+
+
+def _can_place() -> bool:
+    """Whether this terminal can put text anywhere; one that cannot gets pictures in a row.
+
+    Raises:
+        ConfigError: Nobody knows what kind of terminal it is.
+    """
     import curses
 
-    os.environ.setdefault("ESCDELAY", "50")
     try:
         curses.setupterm()
     except curses.error as exc:
         raise ConfigError(
             f"TERM {os.environ.get('TERM', '')}: unknown terminal", cure="use --once, or set TERM"
         ) from exc
+    return bool(curses.tigetstr("cup"))
+
+
+def _print_ever(documents: Iterator[TopDocument], view: topview.View) -> int:
+    """Print one picture after the other until interrupted."""
+    history = topview.History()
+    for document in documents:
+        width = shutil.get_terminal_size((80, 24)).columns
+        for line in _picture(document, view, history, width):
+            output.write(line)
+        output.write("")
+        output.flush()
+    return 0
+
+
+def _draw(watch: Watch, view: topview.View, *, color: bool) -> int:
+    from alloy_agent.cli import topscreen
+
+    os.environ.setdefault("ESCDELAY", "50")
     locale.setlocale(locale.LC_ALL, "")
-    return int(curses.wrapper(lambda screen: _loop(screen, fetch, view, color=color)))
-
-
-class _Screen:
-    """The terminal: draws lines, tells keys."""
-
-    def __init__(self, window: Any, *, color: bool) -> None:
-        import curses
-
-        self._window = window
-        self._styles: dict[str, int] = {"bold": curses.A_BOLD}
-        with contextlib.suppress(curses.error):  # some terminals always show their cursor
-            curses.curs_set(0)
-        if color and curses.has_colors():
-            curses.use_default_colors()
-            for number, (style, ink) in enumerate(
-                (
-                    ("good", curses.COLOR_GREEN),
-                    ("bad", curses.COLOR_RED),
-                    ("warn", curses.COLOR_YELLOW),
-                ),
-                1,
-            ):
-                curses.init_pair(number, ink, -1)
-                self._styles[style] = curses.color_pair(number)
-        window.keypad(True)
-
-    def draw(self, document: TopDocument, view: topview.View, history: topview.History) -> None:
-        """Draw one picture; a terminal that is being made smaller loses what does not fit."""
-        import curses
-
-        height, width = self._window.getmaxyx()
-        self._window.erase()
-        lines = topview.frame(document, view, history, max(1, width - 1), height)
-        for row, line in enumerate(lines):
-            column = 0
-            for span in line:
-                try:
-                    self._window.addstr(row, column, span.text, self._styles.get(span.style, 0))
-                except curses.error:
-                    break
-                column += len(span.text)
-        self._window.refresh()
-
-    def key(self, timeout_s: float) -> str:
-        """Return a key within a time; "" where none was pressed."""
-        import curses
-
-        self._window.timeout(max(0, int(timeout_s * 1e3)))
-        try:
-            pressed = self._window.get_wch()
-        except curses.error:
-            return ""
-        names = {
-            curses.KEY_UP: "up", curses.KEY_DOWN: "down", curses.KEY_NPAGE: "pagedown",
-            curses.KEY_PPAGE: "pageup", curses.KEY_BACKSPACE: "backspace",
-            curses.KEY_ENTER: "enter", curses.KEY_RESIZE: "resize",
-            "\n": "enter", "\r": "enter", "\t": "tab", "\x1b": "escape", "\x7f": "backspace",
-            "\b": "backspace",
-        }  # fmt: skip
-        return str(names.get(pressed, pressed if isinstance(pressed, str) else ""))
-
-
-def _loop(window: Any, fetch: Fetch, view: topview.View, *, color: bool) -> int:
-    screen, history = _Screen(window, color=color), topview.History()
-    document = fetch()
-    history.add(document)
-    next_s = time.monotonic() + view.interval_s
-    while True:
-        screen.draw(document, view, history)
-        key = screen.key(next_s - time.monotonic())
-        if key:
-            pressed = topview.press(view, key)
-            if pressed is None:
-                return 0
-            if pressed.interval_s != view.interval_s:
-                next_s = time.monotonic()
-            view = pressed
-        if time.monotonic() >= next_s:
-            next_s = max(next_s + view.interval_s, time.monotonic())
-            if not view.held:
-                document = fetch()
-                history.add(document)
+    with topscreen.opened(color=color) as window:
+        return topscreen.show(window, watch, view, color=color)

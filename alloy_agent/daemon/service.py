@@ -6,8 +6,9 @@ Implements `control.NodeApi`. Commands come on threads of their own; `Node` orde
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from alloy_agent.daemon.node import Node
     from alloy_agent.model import AuditResult
     from alloy_agent.proto import agent_pb2 as pb
+
+
+TOP_MIN_S: Final = 0.1
+TOP_MAX_S: Final = 10.0
 
 
 class NodeService:
@@ -162,8 +167,24 @@ class NodeService:
     def watch(
         self, stop: threading.Event, interval_s: float, kinds: tuple[str, ...]
     ) -> Iterator[pb.AgentMessage]:
-        """Yield what happens until `stop` is set."""
+        """Yield what happens until `stop` is set.
+
+        Who wants "top" alone gets the live document as a reply each `interval_s`.
+        """
+        if kinds == ("top",) and self._top is not None:
+            return self._watch_top(stop, interval_s)
         return self._watch(stop, interval_s, kinds)
+
+    def _watch_top(self, stop: threading.Event, interval_s: float) -> Iterator[pb.AgentMessage]:
+        from alloy_agent.proto import agent_pb2 as pb
+
+        period_s = min(max(interval_s or 1.0, TOP_MIN_S), TOP_MAX_S)
+        due_s = time.monotonic()
+        while not stop.is_set():
+            document = pb.Document(schema="alloy.top/v1", json=self.document("top", {}))
+            yield pb.AgentMessage(reply=pb.Reply(status=pb.STATUS_OK, document=document))
+            due_s = max(due_s + period_s, time.monotonic())
+            stop.wait(max(0.0, due_s - time.monotonic()))
 
 
 def _part(result: AuditResult, subjects: tuple[str, ...], checks: tuple[str, ...]) -> AuditResult:

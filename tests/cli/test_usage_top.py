@@ -219,10 +219,15 @@ def test_the_sparkline_ends_with_now_and_forgets_what_is_gone() -> None:
     """Newest at the right, a gap where there was no value, nothing of an earlier generation."""
     history = topview.History()
     piece = document().partitions[1]
-    for value in (0.0, None, 1.0):
+    for second, value in enumerate((0.0, None, 1.0)):
         changed = msgspec.structs.replace(piece, active_ratio=value)
-        history.add(document(partitions=(changed,)))
+        history.add(document(partitions=(changed,), taken_at_s=float(second)))
     assert history.spark(piece, 5, plain=False) == "  ▁ █"
+    for tenth, value in enumerate((None, 0.2, 0.7, 0.1)):  # within a second: its peak
+        changed = msgspec.structs.replace(piece, active_ratio=value)
+        history.add(document(partitions=(changed,), taken_at_s=3.0 + tenth / 10))
+    assert history.spark(piece, 3, plain=False) == " █▆"
+    assert history.spark(piece, 3, plain=True) == " #+"
     again = msgspec.structs.replace(piece, generation=2, active_ratio=0.5)
     history.add(document(partitions=(again,)))
     assert history.spark(piece, 3, plain=False).strip() == ""
