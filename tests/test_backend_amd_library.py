@@ -117,12 +117,12 @@ def test_events_reach_the_agent_whatever_bytes_they_hold(tmp_path: Path) -> None
     backend = tree.backend(library=library_over(smi))
     first, second = backend.discover()
     backend.wait_events(0.05)
-    smi.push(first, 0, "vm_fault", b"comm \xff\xfe")
+    smi.push(first, 0, "vmfault", b"comm \xff\xfe")
     smi.push(second, 0, "ring_hang")
     smi.push(second, 0, "gpu_pre_reset")
     events = backend.wait_events(1.0)
     assert [(e.device, e.kind, e.code) for e in events] == [
-        (first, "fault", "amd:vm_fault"),
+        (first, "fault", "amd:vmfault"),
         (second, "fault", "amd:ring_hang"),
         (second, "reset", "amd:gpu_pre_reset"),
     ]

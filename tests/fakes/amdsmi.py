@@ -17,8 +17,8 @@ from alloy_agent.backends.amd.library import Library, Tried
 from alloy_agent.silicon.state import DeviceState
 from tests.fakes.amd_tree import Tree
 
-SUCCESS, NOT_SUPPORTED, NOT_INIT, NO_DATA = 0, 2, 32, 40
-NUMBERS = {"vm_fault": 1, "thermal_throttle": 2, "gpu_pre_reset": 3, "gpu_post_reset": 4}
+SUCCESS, NOT_SUPPORTED, NOT_INIT, MORE_DATA, NO_DATA = 0, 2, 32, 39, 40
+NUMBERS = {"vmfault": 1, "thermal_throttle": 2, "gpu_pre_reset": 3, "gpu_post_reset": 4}
 NUMBERS["ring_hang"] = 5
 
 
@@ -44,6 +44,8 @@ class FakeSmi:
         self.masks: dict[int, int] = {}
         self.queue: list[tuple[int, int, bytes]] = []
         self.garbage_addresses = False
+        self.violations: dict[str, frozenset[str]] = {}
+        self.records: dict[str, list[tuple[bytes, int]]] = {}  # bytes of one, severity
         self._functions: dict[str, Function] = {}
 
     def __getattr__(self, name: str) -> Function:
@@ -115,6 +117,31 @@ class FakeSmi:
                 told += 1
         count._obj.value = told
         return SUCCESS if told else NO_DATA
+
+    def _get_violation_status(self, handle: Any, status: Any) -> int:
+        now = self.violations.get(self._tree.id_of(self._of(handle)))
+        if now is None:
+            return NOT_SUPPORTED
+        ctypes.memset(ctypes.byref(status._obj), 0xFF, ctypes.sizeof(status._obj))
+        for name in ("prochot_thrm", "ppt_pwr", "socket_thrm", "vr_thrm", "hbm_thrm"):
+            setattr(status._obj, f"active_{name}", int(name in now))
+        return SUCCESS
+
+    def _get_gpu_cper_entries(self, handle: Any, *arguments: Any) -> int:
+        severities, buffer, size, _, count, cursor = arguments
+        records = self.records.get(self._tree.id_of(self._of(handle)), [])
+        wanted = [r for r in records[cursor._obj.value :] if int(severities.value) >> r[1] & 1]
+        room, told, raw = int(count._obj.value), 0, b""
+        for data, _ in wanted[:room]:
+            if len(raw) + len(data) > int(size._obj.value):
+                break
+            raw, told = raw + data, told + 1
+        ctypes.memmove(buffer, raw, len(raw))
+        size._obj.value, count._obj.value = len(raw), told
+        cursor._obj.value += told
+        if not told:
+            return NO_DATA
+        return SUCCESS if told == len(wanted) else MORE_DATA
 
     def _devices(self) -> list[DeviceState]:
         return [state for state in self._tree.machine.state.devices if not state.lost]

@@ -36,6 +36,7 @@ from alloy_agent.backends.amd.pieces import PREFIX, Sight
 from alloy_agent.backends.amd.processes import holders, kfd_processes
 from alloy_agent.backends.amd.sampler import Sampler, block_errors
 from alloy_agent.backends.amd.shares import MaskChoice, Shares
+from alloy_agent.backends.amd.throttle import Throttle
 from alloy_agent.backends.amd.topology import Topology, TopologyReader, generation
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.errors import (
@@ -136,6 +137,7 @@ class AmdBackend:
         self._quiet: set[DeviceId] = set()
         self._samplers: dict[DeviceId, Sampler] = {}
         self._programs = DevicePrograms(clock)
+        self._throttle = Throttle(self.files, self.roots, self._library, clock)
 
     # --- what there is ---
 
@@ -473,7 +475,11 @@ class AmdBackend:
         sight = self.look(device)
         noted = self._ledger.device(device)
         seen = self._noun(sight, noted)
-        tools = Tools(programs=self._programs, groups=self._shares.groups())
+        tools = Tools(
+            programs=self._programs,
+            throttling=self._throttle.look,
+            groups=self._shares.groups(),
+        )
         collector = Collector(self.files, self.roots, self._clock(), tools)
         return collector.collect(sight, seen, self._partitions(sight, noted), noted)
 

@@ -25,6 +25,12 @@ BAD_PAGES: Final = {
     "P": ("bad_pages_pending", "are retired at the next reset"),
     "F": ("bad_pages_unreservable", "could not be taken out of use: replace the device"),
 }
+RECORDS_S: Final = 5.0  # between two looks at the error records of all devices
+SEVERITIES: Final = {
+    "fatal": "ras:fatal",
+    "uncorrected": "ras:cper_ue",
+    "corrected": "ras:cper_ce",
+}
 RESETS: Final = frozenset({"gpu_pre_reset", "gpu_post_reset"})
 
 
@@ -43,6 +49,7 @@ class EventSource:
         self._generation: int | None = None
         self._modes: dict[str, tuple[int | None, str]] = {}
         self._started = False
+        self._records_s = -RECORDS_S
 
     @property
     def handles(self) -> int:
@@ -150,9 +157,22 @@ class EventSource:
                 return []
             self._library.start_events(frozenset(buses))
             events = self._library.events(step_s)
+            records = self._records(buses)
         if not self._library.readers:
             self._stop.wait(step_s)
-        return [self._of_library(buses[e.bus], e) for e in events if e.bus in buses]
+        return records + [self._of_library(buses[e.bus], e) for e in events if e.bus in buses]
+
+    def _records(self, buses: dict[str, DeviceId]) -> list[DeviceEvent]:
+        """Return the error records that the library has of each device, every few seconds."""
+        if self._clock() - self._records_s < RECORDS_S:
+            return []
+        self._records_s = self._clock()
+        found = []
+        for bus, device in buses.items():
+            for record in self._library.records(bus):
+                detail = f"CPER record {record.ident or 'without id'} {record.when}".strip()
+                found.append(self._event(device, "fault", SEVERITIES[record.severity], detail))
+        return found
 
     def _of_library(self, device: DeviceId, event: LibraryEvent) -> DeviceEvent:
         kind = "reset" if event.name in RESETS else "fault"

@@ -13,7 +13,7 @@ Beside the names that all backends share:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from alloy_agent.backends.amd import fence, mqd
@@ -33,10 +33,15 @@ OPENERS_SHOWN: Final = 8
 _MASK_NAMES: Final = ("HSA_CU_MASK", "HSA_CU_MASK_SKIP_INIT", "ROC_GLOBAL_CU_MASK")
 
 
+# by PCI address: what holds the clocks back now, and how that is known; None: nobody tells
+Throttling = Callable[[str], tuple[tuple[str, ...], str] | None]
+
+
 class Tools(NamedTuple):
     """What outlives one reading: answers of the kernel that are kept, and the shares' cgroups."""
 
     programs: DevicePrograms | None = None
+    throttling: Throttling | None = None
     groups: ShareGroups = ShareGroups(None, "")
 
 
@@ -127,12 +132,23 @@ class Collector:
         self._add(device.id, "driver.version", device.driver or "", "/sys/module/amdgpu")
         reason = "no oldest safe driver is known; amd.isolation shows what is in force"
         self._absent(device.id, "driver.floor", reason)
+        self._throttling(sight, device)
         isolation = self._isolation(sight)
         if isolation is None:
             self._absent(device.id, "amd.isolation", "the driver has no enforce_isolation")
         else:
             numbers: list[Json] = list(isolation)
             self._add(device.id, "amd.isolation", numbers, "enforce_isolation")
+
+    def _throttling(self, sight: Sight, device: Device) -> None:
+        found = None if self._tools.throttling is None else self._tools.throttling(sight.bus)
+        if found is None:
+            reason = "neither gpu_metrics nor the library tells why clocks are held back"
+            self._absent(device.id, "device.throttling", reason)
+            return
+        reasons, method = found
+        listed: list[Json] = [*reasons]
+        self._add(device.id, "device.throttling", {"reasons": listed}, method)
 
     def _clients(
         self, sight: Sight, partitions: tuple[Partition, ...], processes: Sequence[KfdProcess]

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from alloy_agent.backends.amd.cper import Record, parse
 from alloy_agent.model import Value
 
 VERSION_MAJOR: Final = 26
@@ -32,7 +33,7 @@ SIGNALS: Final = {-6: "SIGABRT", -7: "SIGBUS", -9: "SIGKILL", -11: "SIGSEGV"}
 
 # amdsmi_evt_notification_type_t. The wrapper's Python enumeration lacks 5 and mixes up 7 and 8.
 EVENTS: Final = {
-    1: "vm_fault",
+    1: "vmfault",
     2: "thermal_throttle",
     3: "gpu_pre_reset",
     4: "gpu_post_reset",
@@ -40,6 +41,21 @@ EVENTS: Final = {
 }
 EVENT_MASK: Final = sum(1 << (number - 1) for number in EVENTS)
 EVENTS_MAX: Final = 16
+MORE_DATA: Final = 39
+ABSENT: Final = 0xFF  # of a byte
+# `active_*` of amdsmi_violation_status_t, where 1 is "now".
+VIOLATIONS: Final = {
+    "prochot_thrm": "processor hot",
+    "ppt_pwr": "package power limit",
+    "socket_thrm": "socket temperature",
+    "vr_thrm": "voltage regulator temperature",
+    "hbm_thrm": "memory temperature",
+    "gfx_clk_below_host_limit": "clock below the host's limit",
+}
+CPER_BYTES: Final = 1 << 18
+CPER_RECORDS: Final = 20
+CPER_ROUNDS: Final = 8  # for what came since the last look
+CPER_SEVERITIES: Final = 0b111  # all of amdsmi_cper_sev_t
 
 
 class Wrapper(Protocol):
@@ -49,6 +65,8 @@ class Wrapper(Protocol):
     amdsmi_processor_handle: Any
     amdsmi_socket_handle: Any
     amdsmi_bdf_t: Any
+    amdsmi_violation_status_t: Any
+    amdsmi_cper_hdr_t: Any
 
     def amdsmi_init(self, flags: Any) -> int:
         """Start the library."""
@@ -84,6 +102,23 @@ class Wrapper(Protocol):
 
     def amdsmi_stop_gpu_event_notification(self, handle: Any) -> int:
         """Close an event reader."""
+        ...
+
+    def amdsmi_get_violation_status(self, handle: Any, status: Any) -> int:
+        """Return what holds a device back; sleeps for 100 ms."""
+        ...
+
+    def amdsmi_get_gpu_cper_entries(  # noqa: PLR0913, PLR0917 - the library's own
+        self,
+        handle: Any,
+        severities: Any,
+        buffer: Any,
+        size: Any,
+        headers: Any,
+        count: Any,
+        cursor: Any,
+    ) -> int:
+        """Return error records from a cursor on."""
         ...
 
 
@@ -193,6 +228,7 @@ class Library:
         self._tried: Tried | None = None
         self._buses: dict[int, tuple[str, int]] = {}
         self._readers: list[Any] = []
+        self._cursors: dict[str, int] = {}
         self.note = note
 
     @classmethod
@@ -298,6 +334,72 @@ class Library:
                 text = bytes(entry.message).decode("utf-8", "backslashreplace")
                 found.append(LibraryEvent(bus=place[0], function=place[1], name=name, message=text))
         return found
+
+    # --- what only the library tells ---
+
+    def violations(self, bus: str) -> tuple[str, ...] | None:
+        """Return what holds a device's clocks back now; None: it cannot be told.
+
+        Takes the 100 ms that the library sleeps; never for the sampler.
+        """
+        wrapper, handle = self._wrapper, self._primary(bus)
+        if wrapper is None or handle is None:
+            return None
+        status = wrapper.amdsmi_violation_status_t()
+        if wrapper.amdsmi_get_violation_status(handle, ctypes.byref(status)):
+            return None
+        told = {name: int(getattr(status, f"active_{name}")) for name in VIOLATIONS}
+        if all(value == ABSENT for value in told.values()):
+            return None
+        return tuple(VIOLATIONS[name] for name, value in told.items() if value == 1)
+
+    def records(self, bus: str) -> tuple[Record, ...]:
+        """Return the device's error records since the last call; those of before are left out."""
+        wrapper, handle = self._wrapper, self._primary(bus)
+        if wrapper is None or handle is None:
+            return ()
+        first = bus not in self._cursors
+        found: list[Record] = []
+        for _ in range(CPER_ROUNDS):
+            status, more = self._read_records(wrapper, handle, bus)
+            found += more
+            if status != MORE_DATA or not more:
+                break
+        self._cursors.setdefault(bus, 0)  # none so far: whatever comes is new
+        return () if first else tuple(found)
+
+    def _read_records(self, wrapper: Wrapper, handle: Any, bus: str) -> tuple[int, list[Record]]:
+        buffer = ctypes.create_string_buffer(CPER_BYTES)
+        size, count = ctypes.c_uint64(CPER_BYTES), ctypes.c_uint64(CPER_RECORDS)
+        cursor = ctypes.c_uint64(self._cursors.get(bus, 0))
+        kind = ctypes.POINTER(wrapper.amdsmi_cper_hdr_t)
+        headers = ctypes.cast((kind * CPER_RECORDS)(), ctypes.POINTER(kind))
+        status = wrapper.amdsmi_get_gpu_cper_entries(
+            handle,
+            ctypes.c_uint32(CPER_SEVERITIES),
+            buffer,
+            ctypes.byref(size),
+            headers,
+            ctypes.byref(count),
+            ctypes.byref(cursor),
+        )
+        if status not in {0, MORE_DATA}:
+            return status, []
+        self._cursors[bus] = int(cursor.value)
+        used = min(int(size.value), CPER_BYTES)
+        return status, list(parse(buffer.raw[:used], min(int(count.value), CPER_RECORDS)))
+
+    def _primary(self, bus: str) -> Any:
+        """Return the handle of a device's first partition; None: the library has no such device."""
+        wrapper = self._wrapper
+        if wrapper is None:
+            return None
+        for handle in _processors(wrapper):
+            bdf = wrapper.amdsmi_bdf_t()
+            told = not wrapper.amdsmi_get_gpu_device_bdf(handle, ctypes.byref(bdf))
+            if told and _address(bdf) == (bus, 0):
+                return handle
+        return None
 
     def close(self) -> None:
         """Stop the readers and the library."""

@@ -209,6 +209,29 @@ def temperature_c(metrics: Metrics) -> float | None:
     return float(value) if value is not None and low <= value <= high and value else None
 
 
+HELD: Final = {
+    "prochot_residency_acc": "processor hot",
+    "ppt_residency_acc": "package power limit",
+    "socket_thm_residency_acc": "socket temperature",
+    "vr_thm_residency_acc": "voltage regulator temperature",
+    "hbm_thm_residency_acc": "memory temperature",
+}
+
+
+def held_back(before: Metrics, after: Metrics) -> tuple[str, ...] | None:
+    """Return what held the clocks back between two readings; None: this revision does not tell.
+
+    A counter that went back was reset or wrapped: then nothing is known of the time between.
+    """
+    cycles = before.get("accumulation_counter"), after.get("accumulation_counter")
+    pairs = {name: (before.get(name), after.get(name)) for name in HELD}
+    told = {name: pair for name, pair in pairs.items() if None not in pair}
+    if None in cycles or not told or (after.get("accumulation_counter") or 0) <= (cycles[0] or 0):
+        return None
+    steps = {name: (last or 0) - (first or 0) for name, (first, last) in told.items()}
+    return None if min(steps.values()) < 0 else tuple(HELD[n] for n, step in steps.items() if step)
+
+
 class Accumulator:
     """A counter of the device as one that only grows here, whatever the device's one does.
 

@@ -42,6 +42,7 @@ _DEVICE: Final = (
     ("alloy_device_throttle_seconds_total", "seconds", True, FIRMWARE_S),
     ("alloy_device_ecc_corrected_total", "errors", True, SLOW_S),
     ("alloy_device_ecc_uncorrected_total", "errors", True, SLOW_S),
+    ("alloy_device_power_limit_watts", "watts", False, SLOW_S),
 )
 _PARTITION: Final = (
     ("alloy_partition_compute_active_ratio", "ratio", False, FIRMWARE_S),
@@ -242,6 +243,7 @@ class Sampler:
                 "alloy_device_memory_used_bytes": None if used is None else float(used),
                 "alloy_device_ecc_corrected_total": corrected,
                 "alloy_device_ecc_uncorrected_total": uncorrected,
+                "alloy_device_power_limit_watts": _micro(self._files, self._pci, "power1_cap"),
             }
         return self._slow
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from alloy_agent.conformance.checks.base import (
+    ENFORCED,
     HARD,
     Case,
     Check,
@@ -60,7 +61,8 @@ def _shared(partition: Partition, device: Device) -> bool:
 
 def _measured(partition: Partition, device: Device) -> bool:
     """Simulated devices have clocks that nobody holds back, and would only ever pass."""
-    return _mig(partition, device) and not device.simulated
+    amd = device.vendor is Vendor.AMD and partition.share is Share.EXCLUSIVE
+    return (amd or _mig(partition, device)) and not device.simulated
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -183,7 +185,7 @@ CHECKS: tuple[Check, ...] = (
         judge=_throttling,
         exempt=_alone,
         proves=False,
-        supports=HARD,
+        supports=ENFORCED,
         required_for=(),
     ),
     Check(
