@@ -245,6 +245,37 @@ class Access(Value, frozen=True, kw_only=True):
     unset: tuple[str, ...] = ()
 
 
+class Occupant(Value, frozen=True, kw_only=True):
+    """One user of a partition, as far as the host and the kubelet name it; empty: not known.
+
+    `kind`: pod, container (outside of a cluster), slurm, unit, or host where nothing says more.
+    Pods and claims are told apart by UID; their names come again.
+    """
+
+    kind: str
+    namespace: str = ""
+    pod: str = ""
+    pod_uid: str = ""
+    container: str = ""
+    container_id: str = ""
+    runtime: str = ""
+    claim: str = ""
+    claim_uid: str = ""
+    job: str = ""
+    step: str = ""
+    unit: str = ""
+
+    def __str__(self) -> str:
+        if self.pod or self.pod_uid:
+            name = "/".join(filter(None, (self.namespace, self.pod, self.container)))
+            return f"pod {name} uid {self.pod_uid}" if self.pod_uid else f"pod {name}"
+        if self.claim:
+            return f"claim {self.namespace}/{self.claim}"
+        if self.job:
+            return f"job {self.job}" + (f" step {self.step}" if self.step else "")
+        return f"{self.kind} {self.unit or self.container_id[:12]}".strip()
+
+
 class PartitionSpec(Value, frozen=True, kw_only=True):
     """A piece that is wanted. `placement` is None while the planner may choose."""
 
@@ -287,6 +318,7 @@ class Partition(Value, frozen=True, kw_only=True):
     altered: str = ""  # in which way it is not what was granted; "" when it is
     managed: bool = False  # made by this agent (its journal says so); set by the observer
     tenant: TenantId | None = None  # set by the observer from leases and bindings
+    occupants: tuple[Occupant, ...] = ()  # set by the observer: who the tenant is
     locator: dict[str, str] = {}
     access: Access = Access()
     group: tuple[DeviceId, ...] = ()

@@ -39,6 +39,7 @@ from alloy_agent.model import (
     DeviceFault,
     DeviceId,
     Observation,
+    Occupant,
     Owner,
     Partition,
     PartitionId,
@@ -114,6 +115,10 @@ def _unbound(_partition: Partition) -> TenantId | None:
     return None
 
 
+def _empty(_partition: Partition) -> tuple[Occupant, ...]:
+    return ()
+
+
 def _nobody() -> tuple[Owner, ...]:
     return ()
 
@@ -128,6 +133,7 @@ class Observer:
         *,
         managed: Callable[[Partition], bool] = _unmanaged,
         tenant_of: Callable[[Partition], TenantId | None] = _unbound,
+        occupants_of: Callable[[Partition], tuple[Occupant, ...]] = _empty,
         owners: Callable[[], tuple[Owner, ...]] = _nobody,
         deadline_s: float | None = None,
         boot_id: str | None = None,
@@ -139,6 +145,7 @@ class Observer:
             generations: The store; asked for each incarnation that the last snapshot did not have.
             managed: Whether a partition, its generation filled in, was made by this agent.
             tenant_of: Who has a partition, from leases and bindings.
+            occupants_of: Which pods, containers, jobs or units those are.
             owners: Who else manages devices on this node.
             deadline_s: Longest wait for one device; None leaves it to the workers.
             boot_id: The boot of this node; None reads it.
@@ -147,6 +154,7 @@ class Observer:
         self._generations = generations
         self._managed = managed
         self._tenant_of = tenant_of
+        self._occupants_of = occupants_of
         self._owners = owners
         self._deadline_s = deadline_s
         self._boot_id = boot_id or clock.boot_id()
@@ -258,7 +266,10 @@ class Observer:
         counting[key] = generation
         counted = msgspec.structs.replace(partition, generation=generation)
         return msgspec.structs.replace(
-            counted, managed=self._managed(counted), tenant=self._tenant_of(counted)
+            counted,
+            managed=self._managed(counted),
+            tenant=self._tenant_of(counted),
+            occupants=self._occupants_of(counted),
         )
 
 

@@ -84,6 +84,7 @@ class Claims:
             LOG.error("no_claims", extra={"reason": node.degraded})
             self.driver.plugin.attach(_Degraded(node.degraded))
             return
+        node.tenancy.driver = self.driver.settings.driver
         self.driver.attach(ClaimedNode(self._daemon), node.store, self._refuse)
 
     def _refuse(self, subject: str) -> str:
@@ -105,6 +106,7 @@ class Claims:
         snapshot, audit = daemon.seen.snapshot, daemon.seen.audit
         if snapshot is None or self.driver.preparer is None:
             return
+        daemon.node.tenancy.containers = self.driver.containers
         draining, drains = self._draining(snapshot)
         failing: frozenset[str] = frozenset()
         if audit is not None:

@@ -27,6 +27,7 @@ from alloy_agent.model import (
     Diagnosis,
     Interrupt,
     Json,
+    Occupant,
     Owner,
     Partition,
     PartitionId,
@@ -75,6 +76,7 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     simulated: bool
     device_nodes: tuple[str, ...]
     group: tuple[DeviceId, ...] = ()
+    occupants: tuple[Occupant, ...] = ()  # pods, containers, jobs or units
 
 
 class DevicesDocument(Value, frozen=True, kw_only=True):
@@ -123,6 +125,7 @@ def partition_entry(
         simulated=device.simulated,
         device_nodes=partition.access.device_nodes,
         group=partition.group,
+        occupants=partition.occupants,
     )
 
 

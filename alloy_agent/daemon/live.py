@@ -12,7 +12,7 @@ import msgspec
 
 from alloy_agent.daemon.shareviews import TopShare, top_shares
 from alloy_agent.host import clock
-from alloy_agent.model import AuditResult, Quality, Signal, Snapshot, Value, Verdict
+from alloy_agent.model import AuditResult, Occupant, Quality, Signal, Snapshot, Value, Verdict
 from alloy_agent.telemetry import signals as readings
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class TopPartition(Value, frozen=True, kw_only=True):
     device: str
     profile: str
     tenant: str = ""
+    occupants: tuple[Occupant, ...] = ()
     share: str = ""
     tier: str = ""
     gate: str = "unknown"
@@ -170,6 +171,7 @@ def _partitions(
                 device=piece.device,
                 profile=piece.profile,
                 tenant=piece.tenant or "",
+                occupants=piece.occupants,
                 share=piece.share,
                 tier=tiers.get(piece.id, ""),
                 active_ratio=_value(latest, piece.id, "alloy_partition_compute_active_ratio"),
@@ -191,8 +193,9 @@ def _findings(audit: AuditResult | None) -> tuple[str, ...]:
     """Return what the newest audit holds against the node, at most twenty."""
     if audit is None:
         return ()
-    judgements = list(audit.node_judgements)
+    judged = [(j, "") for j in audit.node_judgements]
     for report in audit.partitions:
-        judgements.extend(report.judgements)
-    bad = [j for j in judgements if j.verdict is Verdict.FAIL]
-    return tuple(f"{j.check} {j.subject}: {j.observed}" for j in bad[:20])
+        whose = ", ".join(map(str, report.partition.occupants))
+        judged.extend((j, f" ({whose})" if whose else "") for j in report.judgements)
+    bad = [(j, whose) for j, whose in judged if j.verdict is Verdict.FAIL]
+    return tuple(f"{j.check} {j.subject}{whose}: {j.observed}" for j, whose in bad[:20])

@@ -37,6 +37,7 @@ from alloy_agent.model import (
     Diagnosis,
     Fact,
     Layout,
+    Occupant,
     Partition,
     PartitionId,
     PartitionReport,
@@ -151,6 +152,7 @@ class Node:
                 self.store,
                 managed=self.tenancy.managed,
                 tenant_of=self.tenancy.tenant_of,
+                occupants_of=self.tenancy.occupants_of,
             )
         except BaseException:
             self.close()
@@ -341,7 +343,7 @@ class Node:
             snapshot = self.observe()
             members = find_group(partition, snapshot.partitions)
             found, name = members[0], _tenant(members, tenant)
-            started = _start_ticks(pid)
+            started, occupant = _start_ticks(pid), _occupant(pid)
             device = next(d for d in snapshot.devices if d.id == found.device)
             entered = found
             if len(members) > 1 and found.group_access is not None:
@@ -357,6 +359,7 @@ class Node:
                         boot_id=snapshot.boot_id,
                         pid=pid,
                         start_ticks=started,
+                        occupant=occupant,
                     )
                 )
         return documents.AccessDocument(
@@ -428,7 +431,21 @@ class Node:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        return found + self._container_facts(snapshot)
+
+    def _container_facts(self, snapshot: Snapshot) -> list[Fact]:
+        """Return what the containers of prepared claims have."""
+        kubernetes = self.settings.kubernetes
+        if not self.tenancy.driver or not any(p.occupants for p in snapshot.partitions):
+            return []
+        from alloy_agent.host.cgroupfs import detect
+        from alloy_agent.host.processes import iter_processes
+        from alloy_agent.kubernetes.cdi import CdiDirectory
+        from alloy_agent.kubernetes.containers import facts_of
+
+        folder = CdiDirectory(Path(kubernetes.cdi_dir), kubernetes.driver)
+        processes = tuple(one for one in iter_processes() if not one.kernel_thread)
+        return facts_of(snapshot, self.store.claims(), folder, processes, detect())
 
     @property
     def shared(self) -> SharesOnHost:
@@ -587,6 +604,19 @@ def _has_processes(partition: Partition) -> bool:
         except OSError:
             continue  # the group has gone: nobody is in it
     return False
+
+
+def _occupant(pid: int | None) -> Occupant | None:
+    """Return who a process is, by its control groups; None where they say nothing of it."""
+    if pid is None:
+        return None
+    from alloy_agent.host.processes import read_process
+    from alloy_agent.kubernetes.attribution import of_workload
+    from alloy_agent.kubernetes.pods import workload_of
+
+    process = read_process(pid)
+    found = None if process is None else of_workload(workload_of(process.cgroups))
+    return None if found is None or found.kind == "host" else found
 
 
 def _start_ticks(pid: int | None) -> int | None:

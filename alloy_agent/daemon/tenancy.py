@@ -8,7 +8,10 @@ from alloy_agent.host import clock
 from alloy_agent.host.processes import start_ticks
 
 if TYPE_CHECKING:
-    from alloy_agent.model import Lease, Partition, PartitionId, TenantId
+    from collections.abc import Mapping, Sequence
+
+    from alloy_agent.kubernetes.pods import PodDevice
+    from alloy_agent.model import Lease, Occupant, Partition, PartitionId, TenantId
     from alloy_agent.store import Binding, Store
 
 
@@ -21,6 +24,9 @@ class Tenancy:
         self._managed: dict[PartitionId, str] = {}
         self._leases: dict[PartitionId, list[Lease]] = {}
         self._bindings: dict[PartitionId, list[Binding]] = {}
+        self._claimants: Mapping[PartitionId, tuple[Occupant, ...]] = {}
+        self.driver = ""  # of claims; the daemon sets it where there is one
+        self.containers: Sequence[PodDevice] = ()  # what the kubelet said last
 
     def refresh(self) -> None:
         """Read the books.
@@ -40,6 +46,10 @@ class Tenancy:
                 bindings.setdefault(binding.partition, []).append(binding)
         self._managed = self._store.managed()
         self._leases, self._bindings = leases, bindings
+        if self.driver:
+            from alloy_agent.kubernetes.attribution import of_claims
+
+            self._claimants = of_claims(self._store.claims(), self.containers, self.driver)
 
     def managed(self, partition: Partition) -> bool:
         """Whether the agent made this incarnation."""
@@ -57,6 +67,15 @@ class Tenancy:
             if binding.generation == partition.generation:
                 return binding.tenant
         return None
+
+    def occupants_of(self, partition: Partition) -> tuple[Occupant, ...]:
+        """Return which pods, containers, jobs or units a partition's tenant is."""
+        processes = (
+            binding.occupant
+            for binding in self._bindings.get(partition.id, ())
+            if binding.generation == partition.generation and binding.occupant is not None
+        )
+        return tuple(dict.fromkeys((*self._claimants.get(partition.id, ()), *processes)))
 
     def leases(self) -> tuple[Lease, ...]:
         """Return the living leases, once each."""

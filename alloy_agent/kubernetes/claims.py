@@ -69,6 +69,7 @@ class Allocation(Value, frozen=True, kw_only=True):
     resource_version: str
     results: tuple[Allocated, ...]
     pods: tuple[str, ...] = ()
+    pod_names: tuple[str, ...] = ()
 
 
 def allocation_of(document: dict[str, Any], ref: ClaimRef, driver: str) -> Allocation:
@@ -108,15 +109,17 @@ def _allocation(document: dict[str, Any], ref: ClaimRef, driver: str) -> Allocat
         for one in _by_source(devices.get("config") or ())
         if (one.get("opaque") or {}).get("driver") == driver
     ]
+    pods = [
+        one
+        for one in (document.get("status") or {}).get("reservedFor") or ()
+        if one.get("resource") == "pods"
+    ]
     return Allocation(
         ref=ref,
         resource_version=str(metadata.get("resourceVersion", "")),
         results=tuple(_result(one, entries) for one in ours),
-        pods=tuple(
-            str(one["uid"])
-            for one in (document.get("status") or {}).get("reservedFor") or ()
-            if one.get("resource") == "pods"
-        ),
+        pods=tuple(str(one["uid"]) for one in pods),
+        pod_names=tuple(str(one.get("name", "")) for one in pods),
     )
 
 

@@ -31,6 +31,7 @@ from alloy_agent.kubernetes.claims import ClaimRef
 from alloy_agent.kubernetes.dra import DeviceHealth, DraPlugin, PluginPaths
 from alloy_agent.kubernetes.hardware import Hardware, NodeLike
 from alloy_agent.kubernetes.offers import Offer, Pool, pool_of
+from alloy_agent.kubernetes.pods import PodDevice, PodResources
 from alloy_agent.kubernetes.preparing import ClaimBooks, Preparer
 from alloy_agent.kubernetes.probes import LIVENESS, READINESS, ProbeServer
 from alloy_agent.kubernetes.publishing import Publisher
@@ -59,6 +60,8 @@ OWNERS_PERIOD_S: Final = 30.0
 RECONCILE_PERIOD_S: Final = 60.0
 HOUSE_PERIOD_S: Final = 2.0
 CALL_S: Final = 40.0
+CONTAINERS_PERIOD_S: Final = 10.0  # the kubelet's limit on questions is for the whole node
+POD_RESOURCES: Final = "pod-resources/kubelet.sock"
 
 
 class Now(Value, frozen=True, kw_only=True):
@@ -119,6 +122,7 @@ class KubernetesDriver:
         self._told: conditions.Told | None = None
         self._told_drained: conditions.Told | None = None
         self._stop = threading.Event()
+        self.containers: tuple[PodDevice, ...] = ()  # who has our devices, in the kubelet's words
         self._teller = ClaimTeller(self.api, settings.driver, node)
         self._roots: dict[str, str | None] = {}  # by bus address
         self._house = threading.Event()  # there is something to do
@@ -258,6 +262,7 @@ class KubernetesDriver:
     def _keep_house(self) -> None:
         """Write statuses, release what nobody has, tell of the node; all of these may wait."""
         due_s = time.monotonic() + RECONCILE_PERIOD_S
+        look_s = 0.0
         while not self._stop.is_set():
             self._house.wait(HOUSE_PERIOD_S)
             self._house.clear()
@@ -268,12 +273,35 @@ class KubernetesDriver:
                 if self.preparer is not None and time.monotonic() >= due_s:
                     due_s = time.monotonic() + RECONCILE_PERIOD_S
                     self.preparer.reconcile(time.monotonic() + CALL_S)
+                if time.monotonic() >= look_s:
+                    look_s = time.monotonic() + CONTAINERS_PERIOD_S
+                    self.look_at_containers()
                 if self.settings.node_condition:
                     self.tell_condition()
             except AlloyError as exc:
                 LOG.warning("house_not_kept", extra={"reason": str(exc)})
             except Exception:
                 LOG.exception("house_defect")
+
+    def look_at_containers(self) -> None:
+        """Ask the kubelet which containers have which claims, and the API server for new pods.
+
+        Raises:
+            AlloyError: One of the two does not answer; what was known stays.
+        """
+        claims = () if self.preparer is None else self.preparer.living()
+        socket = Path(self.settings.kubelet_dir) / POD_RESOURCES
+        if not claims or self.preparer is None or not socket.exists():
+            self.containers = ()
+            return
+        self.containers = tuple(
+            one for one in PodResources(str(socket)).devices() if one.driver == self.settings.driver
+        )
+        known = {(one.namespace, one.name): one for one in claims}
+        for key in {(one.namespace, one.claim, one.pod) for one in self.containers}:
+            claim = known.get(key[:2])
+            if claim is not None and key[2] not in claim.pod_names:
+                self.preparer.meet(claim.uid, time.monotonic() + CALL_S)
 
     def tell_condition(self) -> None:
         """Write the node's conditions where they are due.

@@ -31,6 +31,7 @@ from alloy_agent.host import clock
 from alloy_agent.kubernetes import cdi
 from alloy_agent.kubernetes.cdi import CdiDevice, CdiDirectory
 from alloy_agent.kubernetes.claims import Allocation, ClaimError, ClaimRef, allocation_of
+from alloy_agent.kubernetes.containers import claim_variable
 from alloy_agent.kubernetes.hardware import Hardware
 from alloy_agent.model import Partition, PartitionId, Share, Snapshot, TenantId, Value
 from alloy_agent.store.claims import ClaimPhase, ClaimPiece, ClaimRecord
@@ -162,7 +163,7 @@ class Preparer:
                 self._settle(record, deadline_s)
                 record = self._begin(ref, self._books.claim(ref.uid), deadline_s)
             else:
-                self._compare(ref, record)
+                record = self._compare(ref, record)
             return self._complete(record, deadline_s)
 
     def _begin(
@@ -239,6 +240,7 @@ class Preparer:
             phase=ClaimPhase.STARTED,
             pieces=tuple(pieces),
             pods=allocation.pods,
+            pod_names=allocation.pod_names,
             resource_version=allocation.resource_version,
             boot_id=snapshot.boot_id,
             epoch=self._books.epoch(),
@@ -270,8 +272,12 @@ class Preparer:
                     return other, theirs
         return None
 
-    def _compare(self, ref: ClaimRef, record: ClaimRecord) -> None:
-        """Raise when a claim on record comes with another allocation; no answer is no objection."""
+    def _compare(self, ref: ClaimRef, record: ClaimRecord) -> ClaimRecord:
+        """Return a claim on record with the pods that it has now; no answer is no objection.
+
+        Raises:
+            ClaimError: It comes with another allocation.
+        """
         if (ref.namespace, ref.name) != (record.namespace, record.name):
             raise ClaimError(
                 f"{ref}: UID {ref.uid} is known as {record.namespace}/{record.name}",
@@ -283,7 +289,7 @@ class Preparer:
             raise
         except AlloyError as exc:
             LOG.info("claim_not_compared", extra={"claim": ref.uid, "reason": str(exc)})
-            return
+            return record
         was = [(p.request, p.pool, p.name, p.share_id) for p in record.pieces]
         now = [(a.request, a.pool, a.device, a.share_id) for a in allocation.results]
         if was != now:
@@ -291,6 +297,30 @@ class Preparer:
                 f"{ref}: is prepared with {_listed(was)} and now allocates {_listed(now)}",
                 cure="delete the pod, so that the claim is unprepared first",
             )
+        return self._with_pods(record, allocation)
+
+    def _with_pods(self, record: ClaimRecord, allocation: Allocation) -> ClaimRecord:
+        """Put on record for which pods a claim is reserved now: it may have come to have more."""
+        if record.pods == allocation.pods and record.pod_names == allocation.pod_names:
+            return record
+        now = msgspec.structs.replace(record, pods=allocation.pods, pod_names=allocation.pod_names)
+        self._books.save_claim(now)
+        return now
+
+    def meet(self, uid: str, deadline_s: float) -> None:
+        """Look again for which pods a prepared claim is reserved; the kubelet does not say it.
+
+        Raises:
+            AlloyError: The API server or the store does not answer.
+        """
+        record = self._books.claim(uid)
+        if record is None or record.phase is not ClaimPhase.PREPARED:
+            return
+        ref = ClaimRef(uid=record.uid, namespace=record.namespace, name=record.name)
+        with self._alone(ref, deadline_s):
+            record = self._books.claim(uid)
+            if record is not None and record.phase is ClaimPhase.PREPARED:
+                self._with_pods(record, self._allocation(ref))
 
     def _complete(self, record: ClaimRecord, deadline_s: float) -> tuple[Answer, ...]:
         """Bring a claim on record to its end, or everything back."""
@@ -361,6 +391,7 @@ class Preparer:
         )
         environment = {
             "ALLOY_CLAIM_UID": record.uid,
+            claim_variable(record.uid): "1",  # stays when a container has several claims
             "ALLOY_PARTITIONS": ",".join(str(found.id) for found in living),
         }
         return cdi.spec_of(self._driver, devices, environment)

@@ -50,6 +50,7 @@ class ClaimRecord(Value, frozen=True, kw_only=True):
     phase: ClaimPhase
     pieces: tuple[ClaimPiece, ...] = ()
     pods: tuple[str, ...] = ()  # uids for which it is reserved
+    pod_names: tuple[str, ...] = ()  # of the same pods, in the same order
     resource_version: str = ""
     boot_id: str = ""
     epoch: int = 0

@@ -8,6 +8,7 @@ from alloy_agent.model import (
     DeviceId,
     Layout,
     ModeKind,
+    Occupant,
     PartitionId,
     Plan,
     Step,
@@ -99,6 +100,7 @@ class Binding(Value, frozen=True, kw_only=True):
     boot_id: str
     pid: int | None = None
     start_ticks: int | None = None  # tells a process from a later one with its pid
+    occupant: Occupant | None = None  # who that process was, before it went into the partition
 
 
 class LastVerdict(Value, frozen=True, kw_only=True):

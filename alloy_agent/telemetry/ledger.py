@@ -72,13 +72,18 @@ class Ledger:
             if p.tenant is not None
         }
         closed = [
-            self._closed(key, now_s) for key in tuple(self.accounts) if key[0] and key not in wanted
+            self._closed(key, now_s)
+            for key, account in tuple(self.accounts.items())
+            if key[0] and (key not in wanted or _changed(account, wanted[key]))
         ]
         if self._first:
             closed += self._take_up(set(wanted), snapshot.boot_id)
         opened = False
         for key, partition in wanted.items():
-            if key not in self.accounts:
+            account = self.accounts.get(key)
+            if account is not None and partition.occupants not in ((), account.occupants):
+                self.accounts[key] = msgspec.structs.replace(account, occupants=partition.occupants)
+            if account is None:
                 opened = True
                 lease = leases.get(key[0], "")
                 self.accounts[key] = self._opened(
@@ -127,6 +132,7 @@ class Ledger:
                 partition.memory_bytes, None if device is None else device.memory_bytes
             ),
             soft=partition.share is not Share.EXCLUSIVE,
+            occupants=partition.occupants,
         )
 
     def _energy_lines(self, snapshot: Snapshot, now_s: float, wall_s: float) -> None:
@@ -261,6 +267,21 @@ class Ledger:
                     (before[2] + account.unobserved_ns) / metering.NS,
                 )
         return found
+
+    def users(self) -> dict[Key, tuple[str, str]]:
+        """Return the UIDs of claims and of pods of each present allocation that has any."""
+        found = {}
+        for key, account in self.accounts.items():
+            claims = sorted({one.claim_uid for one in account.occupants if one.claim_uid})
+            pods = sorted({one.pod_uid for one in account.occupants if one.pod_uid})
+            if claims or pods:
+                found[key] = (",".join(claims), ",".join(pods))
+        return found
+
+
+def _changed(account: Account, partition: Partition) -> bool:
+    """Whether a partition has other users than an account, though they go by the same name."""
+    return metering.others(account.occupants, partition.occupants)
 
 
 def _share(part: int | None, whole: int | None) -> float | None:

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from alloy_agent.model import Value
+from alloy_agent.model import Occupant, Value
 
 NS: Final = 1_000_000_000
 GAP_PERIODS: Final = 2.0
@@ -51,6 +51,7 @@ class Account(Value, frozen=True, kw_only=True):
     memory_share: float | None = None
     soft: bool = False
     method: str = ""
+    occupants: tuple[Occupant, ...] = ()
     active_ns: int = 0
     idle_ns: int = 0
     unobserved_ns: int = 0
@@ -93,11 +94,26 @@ class UsageRow(Value, frozen=True, kw_only=True):
     memory_share: float | None = None
     soft: bool = False
     method: str = ""
+    occupants: tuple[Occupant, ...] = ()
     energy_j: float | None = None
     energy_method: str = ""
     resets: int = 0
     final: bool = True
     note: str = ""
+
+
+def others(before: Iterable[Occupant], now: Iterable[Occupant]) -> bool:
+    """Return whether users are others than before, though they go by the same name.
+
+    UIDs of claims and pods, and batch jobs, tell them apart; one that joins others is none of them.
+    """
+    was, are = tuple(before), tuple(now)
+    for name in ("claim_uid", "pod_uid", "job"):
+        old = {getattr(one, name) for one in was} - {""}
+        new = {getattr(one, name) for one in are} - {""}
+        if old and new and not old & new:
+            return True
+    return False
 
 
 def ns(time_s: float) -> int:
@@ -188,6 +204,7 @@ def row_of(account: Account, *, note: str = "", final: bool = True) -> UsageRow:
         memory_share=account.memory_share,
         soft=account.soft,
         method=account.method or "none",
+        occupants=account.occupants,
         energy_j=account.energy_j,
         energy_method=SPLIT_METHOD if account.energy_j is not None else "",
         resets=account.resets,

@@ -197,13 +197,22 @@ def _partition_families(snapshot: Snapshot) -> Iterator[Family]:
         (*PIECE, "device", "profile", "tenant", "managed", "uuid", "share"),
     )
     memory = gauge("alloy_partition_memory_bytes", "Memory that a partition has.", PIECE)
+    names = ("kind", "namespace", "pod", "pod_uid", "container", "claim", "claim_uid", "job")
+    users = info(
+        "alloy_partition_occupant",
+        "One user of a partition: a container of a pod, a batch job, a unit.",
+        (*PIECE, "device", *names, "unit"),
+    )
     for p in snapshot.partitions:
+        for one in p.occupants:
+            said = (*(getattr(one, name) for name in names), one.unit)
+            users.add((p.id, str(p.generation), p.device, *said), 1)
         key = (p.id, str(p.generation))
         managed = str(p.managed).lower()
         about.add((*key, p.device, p.profile, p.tenant or "", managed, p.uuid or "", p.share), 1)
         if p.memory_bytes is not None:
             memory.add(key, p.memory_bytes)
-    yield from (about, memory)
+    yield from (about, memory, users)
 
 
 def _worker_families(snapshot: Snapshot) -> Iterator[Family]:
@@ -405,9 +414,14 @@ def health_families(
 
 def usage_families(
     seconds: Mapping[tuple[str, int, str], tuple[float, float, float]],
+    users: Mapping[tuple[str, int, str], tuple[str, str]] | None = None,
 ) -> Iterator[Family]:
-    """Yield what tenants had and used since their allocation began or the agent took it up."""
-    labels = (*PIECE, "tenant")
+    """Yield what tenants had and used since their allocation began or the agent took it up.
+
+    Tenants of one name, one after the other, are series of their own by the UIDs of their users.
+    """
+    labels = (*PIECE, "tenant", "claim_uid", "pod_uid")
+    who = users or {}
     allocated = counter(
         "alloy_metering_allocated_seconds", "Time that a tenant has a partition.", labels
     )
@@ -415,7 +429,8 @@ def usage_families(
     idle = counter("alloy_metering_idle_seconds", "Of it, time that compute was idle.", labels)
     unseen = counter("alloy_metering_unobserved_seconds", "Of it, time nobody measured.", labels)
     for (partition, generation, tenant), (active_s, idle_s, unobserved_s) in seconds.items():
-        key = (partition, str(generation), tenant)
+        uids = who.get((partition, generation, tenant), ("", ""))
+        key = (partition, str(generation), tenant, *uids)
         allocated.add(key, active_s + idle_s + unobserved_s)
         used.add(key, active_s)
         idle.add(key, idle_s)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable
 
 from alloy_agent.conformance.checks import (
     amd,
+    containers,
     geometry,
     memory,
     neuron,
@@ -59,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     *memory.CHECKS,
     *neuron.CHECKS,
     *sharing.CHECKS,
+    *containers.CHECKS,
 )
 
 

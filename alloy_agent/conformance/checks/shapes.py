@@ -99,6 +99,20 @@ class ChainFact(Shape, frozen=True, kw_only=True):
     lost_records: int = 0
 
 
+class ContainerFact(Shape, frozen=True, kw_only=True):
+    """One container of a claim: what it has beside and below its grant; empty: exactly its grant.
+
+    `others` are nodes of other drivers, not ours to judge; `unread` is what nobody could see.
+    """
+
+    pid: int
+    container: str
+    more: tuple[str, ...] = ()
+    less: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
 class FenceFact(Shape, frozen=True, kw_only=True):
     """What device rules let the tenant open; `by` names the rule, "" is no fence."""
 
