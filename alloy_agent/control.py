@@ -431,8 +431,9 @@ def _sole_server(path: Path) -> Iterator[None]:
         raise ConfigError(f"{lock}: {exc.strerror}", cure="run as root or set socket_path") from exc
     try:
         _lock(descriptor, path)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # the disk is full; the lock holds without our name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -98,6 +98,10 @@ class StoreCorruptError(StoreError):
     """The state on disk cannot be trusted; it is kept aside and named."""
 
 
+class StoreFullError(StoreError):
+    """No room is left for the state; it ends when somebody makes some."""
+
+
 class BrainUnavailableError(AlloyError):
     """Normal weather: keep the leases held, keep observing, reconnect."""
 

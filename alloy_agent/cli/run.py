@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 def run(arguments: Namespace) -> int:
     """Run until told to stop."""
     from alloy_agent.cli.sources import require_root, settings_of
-    from alloy_agent.daemon.loops import Daemon
+    from alloy_agent.daemon.loops import AGAIN, Daemon
 
     require_root("run")
     if arguments.run_config:
@@ -35,10 +35,14 @@ def run(arguments: Namespace) -> int:
     settings = settings_of(arguments)
     if arguments.ended:
         return _note_end(settings)
-    daemon = Daemon(
-        settings, reread=lambda: settings_of(arguments), standalone=arguments.standalone
-    )
-    return daemon.run()
+    while True:
+        daemon = Daemon(
+            settings, reread=lambda: settings_of(arguments), standalone=arguments.standalone
+        )
+        code = daemon.run()
+        if code != AGAIN:
+            return code
+        settings = settings_of(arguments)
 
 
 def _note_end(settings: Settings) -> int:

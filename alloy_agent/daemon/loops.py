@@ -52,6 +52,7 @@ from alloy_agent.model import (
     Signal,
     Snapshot,
 )
+from alloy_agent.store.files import has_room
 
 if TYPE_CHECKING:
     from alloy_agent.config import BrainSettings, Settings
@@ -84,6 +85,7 @@ LATE_S = 30.0  # a loop without a finished tick for so long is not healthy
 STOP_JOIN_S = 1.0
 TAKE_OVER_S = 600.0  # an old agent beside a new one may have a long step to end
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
+AGAIN = -1  # no exit code: the state can be written again, so everything is built anew
 LIVE_SETTINGS = ("log", "layout")  # what a reload can change; the rest needs a restart
 
 
@@ -388,7 +390,7 @@ class Daemon:
         pages = Pages(
             metrics=self.page.render,
             health=self.health,
-            ready=self.ready,
+            ready=lambda: self.ready() or (self.node.degraded if self.node.full else None),
             openmetrics=self.page.render_openmetrics,
             dcgm=dcgm,
         )
@@ -649,6 +651,10 @@ class Daemon:
                 return 0
             if message == signal.SIGHUP:
                 self._reload()
+            if self.node.full and has_room(Path(self.settings.state_dir)):
+                LOG.warning("room_again", extra={"was": self.node.degraded})
+                self._ended("started anew: there is room for the state again", asked=True)
+                return AGAIN
             announced = announced or self._announce()
             if interval_s is not None and self.health() is None:
                 notify.sd_notify(notify.WATCHDOG)
@@ -970,8 +976,9 @@ class Daemon:
 
 def _for_brains(command: pb.BrainMessage) -> pb.BrainMessage:
     """Return a command of a brain; what only this host may ask becomes one that is not known."""
-    if command.WhichOneof("body") == "join":
-        command.ClearField("join")
+    body = command.WhichOneof("body")
+    if body in ("join", "reset_device"):
+        command.ClearField(body)
     return command
 
 

@@ -27,7 +27,13 @@ import msgspec
 
 from alloy_agent import __version__
 from alloy_agent.backends import backend_specs
-from alloy_agent.errors import AlloyError, ConfigError, StoreCorruptError, StoreError
+from alloy_agent.errors import (
+    AlloyError,
+    ConfigError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+)
 from alloy_agent.host import clock
 from alloy_agent.model import (
     ApplyReport,
@@ -96,6 +102,7 @@ class Node:
         self.name = settings.node_name
         self.notes: list[str] = []
         self.degraded = ""
+        self.full = False  # degraded for want of room
         self._write = write
         self._sample = sample
         self._lenient = lenient
@@ -195,6 +202,10 @@ class Node:
             self.notes.append(f"nothing is recorded: {exc}")
             return Store.open(path, read_only=True, rebuild=True)
         except StoreError as exc:
+            if self._write and self._salvage and isinstance(exc, StoreFullError):
+                self.degrade(str(exc), full=True)
+                self.notes.append(f"nothing is recorded: {exc}")
+                return Store.open(path, read_only=True, rebuild=True)
             if self._write and self._lenient:
                 self._write = False
                 self.notes.append(f"nothing is recorded: {exc}")
@@ -205,10 +216,10 @@ class Node:
             self.notes.append(f"generations and tenants are not known: {reason}")
             return Store.open(NOWHERE, read_only=True)
 
-    def degrade(self, reason: str) -> None:
-        """Stop every change, for `reason`; observation goes on."""
+    def degrade(self, reason: str, *, full: bool = False) -> None:
+        """Stop every change, for `reason`; observation goes on. `full`: room would end it."""
         if not self.degraded:
-            self.degraded = reason
+            self.degraded, self.full = reason, full
             LOG.error("degraded", extra={"reason": reason})
 
     # --- looking ---
@@ -300,7 +311,7 @@ class Node:
             with self._changing:
                 return reconciler.apply(plan, consent, tell)
         except StoreError as exc:
-            self.degrade(str(exc))
+            self.degrade(str(exc), full=isinstance(exc, StoreFullError))
             raise
 
     def recover(self) -> ApplyReport | None:

@@ -24,11 +24,12 @@ from pathlib import Path
 
 import msgspec
 
-from alloy_agent.errors import StoreCorruptError, StoreError
+from alloy_agent.errors import StoreCorruptError, StoreError, StoreFullError
 from alloy_agent.model import Value
 
 MARK_BLOCK = 1000
 FULL_BELOW_BYTES = 256 * 1024  # less room than this on the file system counts as full
+ROOM_FROM_BYTES = 4 * FULL_BELOW_BYTES  # and it ends with this much, so that it does not flap
 
 _CURES = {
     errno.ENOSPC: ("no space is left on the disk", "free some space there, then run it again"),
@@ -50,6 +51,8 @@ _CURES = {
     ),
 }
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _SQLITE_ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EROFS,
@@ -65,7 +68,8 @@ def os_failure(exc: OSError, path: Path) -> StoreError:
         "check the path and its permissions",
     )
     cause, cure = _CURES.get(exc.errno or 0, default)
-    return StoreError(f"state {path}: {cause}", cure=cure)
+    kind = StoreFullError if exc.errno in _FULL else StoreError
+    return kind(f"state {path}: {cause}", cure=cure)
 
 
 # The module decodes names and even messages of SQLite as UTF-8, which damage need not be.
@@ -93,7 +97,8 @@ def sqlite_failure(exc: sqlite3.Error | UnicodeDecodeError, path: Path) -> Store
     if number is None:
         return StoreError(f"state {path}: {exc}", cure="check the path and its permissions")
     cause, cure = _CURES[number]
-    return StoreError(f"state {path}: {cause}", cure=cure)
+    kind = StoreFullError if number in _FULL else StoreError
+    return kind(f"state {path}: {cause}", cure=cure)
 
 
 def corrupt(path: Path, what: str) -> StoreCorruptError:
@@ -103,6 +108,22 @@ def corrupt(path: Path, what: str) -> StoreCorruptError:
         cure="start the daemon, which keeps the file aside and rebuilds from the devices "
         "without destroying anything, or put back a copy of it",
     )
+
+
+def has_room(directory: Path) -> bool:
+    """Whether there is room again for state in a directory that was full."""
+    probe = directory / f".room.{os.getpid()}"
+    try:
+        room = os.statvfs(directory)
+        if room.f_bavail * room.f_frsize < ROOM_FROM_BYTES:
+            return False
+        try:
+            probe.write_bytes(bytes(FULL_BELOW_BYTES))  # a quota shows in nothing else
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def _is_full(directory: Path) -> bool:
