@@ -34,6 +34,7 @@ _BANDWIDTH_RATIO: Final = 0.6  # of the busy time, memory is busy too
 _NOT_ON_NEURON: Final = frozenset(
     {
         "alloy_device_power_watts",
+        "alloy_device_power_limit_watts",
         "alloy_device_energy_joules_total",
         "alloy_device_temperature_headroom_celsius",
         "alloy_device_throttle_seconds_total",
@@ -76,6 +77,7 @@ def _device_columns(machine: Machine, device: Device) -> list[Column]:
         _Row(
             "alloy_device_ecc_uncorrected_total", "errors", True, _NEURON_S, lambda _: uncorrected
         ),
+        _Row("alloy_device_power_limit_watts", "watts", False, _NEURON_S, lambda _: model.cap_w),
     )
     silent = _NOT_ON_NEURON if device.vendor is Vendor.NEURON else ()
     return [

@@ -50,6 +50,7 @@ FIELD_TIME_MAX_S: Final = 3600.0  # a time stamp farther off than this is not be
 
 ENERGY: Final = 83
 POWER: Final = 186
+POWER_LIMIT: Final = 190  # in force now, as somebody may have set it; nvml.h: CURRENT_LIMIT
 THROTTLES: Final = (74, 76, 269, 270, 271)  # nanoseconds each, nvml.h
 ECC_CORRECTED: Final = 3
 ECC_UNCORRECTED: Final = 4
@@ -68,6 +69,7 @@ SLOW: Final = tuple(
         ECC_UNCORRECTED_AGGREGATE,
         PCIE_REPLAY,
         RECOVERY,
+        POWER_LIMIT,
     )
 )
 
@@ -82,13 +84,14 @@ _DEVICE: Final = (
     ("alloy_device_ecc_uncorrected_total", "errors", True, SLOW_PERIOD_S),
     ("alloy_device_pcie_replays_total", "replays", True, SLOW_PERIOD_S),
     ("alloy_device_recovery_action", "action", False, SLOW_PERIOD_S),
+    ("alloy_device_power_limit_watts", "watts", False, SLOW_PERIOD_S),
 )
 _PARTITION: Final = (
     ("alloy_partition_compute_active_ratio", "ratio", False, GPM_PERIOD_S),
     ("alloy_partition_memory_used_bytes", "bytes", False, MEMORY_PERIOD_S),
     ("alloy_partition_memory_bandwidth_active_ratio", "ratio", False, GPM_PERIOD_S),
 )
-_MEMORY, _POWER, _ENERGY, _HEADROOM, _THROTTLE, _ECC_C, _ECC_U, _REPLAY, _ACTION = range(9)
+_MEMORY, _POWER, _ENERGY, _HEADROOM, _THROTTLE, _ECC_C, _ECC_U, _REPLAY, _ACTION, _CAP = range(10)
 _ACTIVE, _USED, _BANDWIDTH = range(3)
 
 
@@ -387,6 +390,8 @@ class Sampler:
         cells[_ECC_U].set(uncorrected, source_s)
         cells[_REPLAY].set(found.get(PCIE_REPLAY), source_s)
         cells[_ACTION].set(found.get(RECOVERY), source_s)
+        limit_mw = found.get(POWER_LIMIT)
+        cells[_CAP].set(limit_mw / 1e3 if limit_mw else None, source_s)
 
     def _read_headroom(self) -> float | None:
         if self._headroom is None:

@@ -631,6 +631,7 @@ class FakeNvml:
             145: None if active else float(state.row_remap_failed),
             184: float(late),
             186: model.power_w(now_s) * 1e3,
+            190: model.cap_w * 1e3 if late else None,
             199: 1,
             230: float(state.recovery_action),
             269: 0,
