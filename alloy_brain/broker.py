@@ -215,12 +215,25 @@ class Broker:
             del self._mix[min(self._mix, key=lambda d: self._mix[d])]
 
     async def _keep(self, attempt: _Attempt, *, placed: bool, refused: dict[str, str]) -> None:
-        """Put a decision on its way to the disk; `written` waits for it.
+        """Put a decision on its way to the disk; `written` waits for all of it.
 
-        A client is not kept waiting for that: its lease is on disk, and a record that a crash took
-        explains nothing that anybody holds.
+        A client waits for the short record only: that of a lease is on disk with its reservation,
+        that of anything else is written here. The facts of the other nodes follow.
         """
-        record = decision.Record(
+        record = self._record(attempt, placed=placed, refused=refused)
+        self.on_decision(record)
+        if not placed:
+            await self.on_disk(self._write, decision.shortened(record))
+        while len(self._unwritten) >= MAX_UNWRITTEN:
+            await asyncio.wait(self._unwritten, return_when=asyncio.FIRST_COMPLETED)
+        writing = asyncio.ensure_future(self.on_disk(self._write, record))
+        self._unwritten.add(writing)
+        writing.add_done_callback(self._written)
+
+    def _record(
+        self, attempt: _Attempt, *, placed: bool, refused: dict[str, str]
+    ) -> decision.Record:
+        return decision.Record(
             id=attempt.decision,
             request=attempt.inputs.wish.request,
             lease=attempt.lease if placed else "",
@@ -233,12 +246,6 @@ class Broker:
             choice=attempt.choice,
             refused_by=dict(refused),
         )
-        self.on_decision(record)
-        while len(self._unwritten) >= MAX_UNWRITTEN:
-            await asyncio.wait(self._unwritten, return_when=asyncio.FIRST_COMPLETED)
-        writing = asyncio.ensure_future(self.on_disk(self._write, record))
-        self._unwritten.add(writing)
-        writing.add_done_callback(self._written)
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         """Note that a record is on disk, or why it is not."""
@@ -264,9 +271,14 @@ class Broker:
         self.fleet.hold(pieces, row.lease)
         self.leases[row.lease] = row
         now_s = boottime_s()
+        ahead = decision.shortened(self._record(attempt, placed=True, refused=refused))
         try:
             taken = await self.on_disk(
-                self.ledger.reserve, row, now_s + order.reserve_ttl_ms / 1e3, now_s
+                self.ledger.reserve,
+                row,
+                now_s + order.reserve_ttl_ms / 1e3,
+                now_s,
+                decision.pack(ahead),
             )
         except BaseException:
             self.leases.pop(row.lease, None)

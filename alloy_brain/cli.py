@@ -289,8 +289,11 @@ def explained(document: dict[str, Any]) -> list[str]:
     rows.sort(key=lambda row: (order[row[3]], row))
     titles = ("NODE", "CANDIDATE", "FREE", "VERDICT", "HEADROOM", "FRAGMENTS", "COST", "WHY NOT")
     lines.extend(_lines(titles, rows))
-    replayed = "gives the same choice" if document["replayed"] else "GIVES ANOTHER CHOICE"
-    lines.append(f"replayed from its snapshots it {replayed}")
+    if document["omitted_nodes"]:
+        lines.append(f"the facts of {document['omitted_nodes']} nodes were lost with the brain")
+    if document["replayed"] is not None:
+        replayed = "gives the same choice" if document["replayed"] else "GIVES ANOTHER CHOICE"
+        lines.append(f"replayed from its snapshots it {replayed}")
     return lines
 
 

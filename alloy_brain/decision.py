@@ -21,7 +21,11 @@ SCHEMA: Final = "alloy.decision/v1"
 
 
 class Record(Value, frozen=True, kw_only=True):
-    """One decision. `refused_by` are nodes that did not grant what was decided, with why."""
+    """One decision. `refused_by` are nodes that did not grant what was decided, with why.
+
+    `omitted` is how many nodes' facts are not in it: a record that was written ahead of its answer
+    has only those of the nodes that were chosen, until the whole one takes its place.
+    """
 
     id: str
     request: str
@@ -34,6 +38,18 @@ class Record(Value, frozen=True, kw_only=True):
     inputs: Inputs
     choice: Choice
     refused_by: dict[str, str] = msgspec.field(default_factory=dict)
+    omitted: int = 0
+
+
+def shortened(record: Record) -> Record:
+    """Return a record with the facts of the chosen nodes alone, small enough to be waited for."""
+    chosen = {picked.node for picked in record.choice.picked}
+    nodes = tuple(node for node in record.inputs.nodes if node.node in chosen)
+    return msgspec.structs.replace(
+        record,
+        inputs=msgspec.structs.replace(record.inputs, nodes=nodes),
+        omitted=len(record.inputs.nodes) - len(nodes),
+    )
 
 
 def pack(record: Record) -> bytes:
@@ -78,8 +94,15 @@ def document(record: Record) -> dict[str, Any]:
         ],
         "choice": msgspec.to_builtins(record.choice),
         "refused_by": record.refused_by,
-        "replayed": replay(record) == record.choice,
+        "omitted_nodes": record.omitted,
+        # Of the chosen nodes alone, a refusal cannot be decided again; a choice can.
+        "replayed": replay(record) == record.choice if not _is_blind(record) else None,
     }
+
+
+def _is_blind(record: Record) -> bool:
+    """Whether too little was kept of a decision to make it again."""
+    return record.omitted > 0 and bool(record.choice.refusal)
 
 
 def _snapshot(node: NodeFacts) -> dict[str, Any]:

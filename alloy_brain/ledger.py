@@ -163,13 +163,17 @@ class Ledger:
 
     # --- leases -----------------------------------------------------------------------------------
 
-    def reserve(self, lease: LeaseRow, until_s: float, now_s: float) -> Taken | None:
+    def reserve(
+        self, lease: LeaseRow, until_s: float, now_s: float, decided: bytes = b""
+    ) -> Taken | None:
         """Take all pieces of a lease or none; return the piece that stood in the way.
 
         Args:
             lease: What to write, in state "reserved".
             until_s: When the pieces come free by themselves, on the boot clock.
             now_s: The boot clock.
+            decided: The decision that led to it, kept in the same transaction: whoever is told of
+                the lease can have it explained, whatever happens to this process.
 
         Raises:
             StaleTermError: A later brain has the ledger.
@@ -181,6 +185,8 @@ class Ledger:
                 for grant in grants:
                     self._take(grant, lease.lease, until_s, now_s)
                 self._put(lease)
+                if decided:
+                    self._note(lease.decision, lease.request, lease.lease, decided, placed=True)
         except _TakenError as exc:
             return exc.taken
         return None
@@ -262,23 +268,27 @@ class Ledger:
     # --- decisions --------------------------------------------------------------------------------
 
     def record(self, id_: str, request: str, lease: str, *, placed: bool, body: bytes) -> None:
-        """Keep a decision; the oldest go when there are too many."""
+        """Keep a decision, in place of what was kept of it before; of too many the oldest go."""
         with self._transaction():
-            self._run(
-                """INSERT INTO decisions (id, request, lease, placed, body)
-                   VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING""",
-                id_,
-                request,
-                lease,
-                int(placed),
-                body,
-            )
+            self._note(id_, request, lease, body, placed=placed)
             self._decided += 1
             if self._decided % 256 == 0:
                 self._run(
                     "DELETE FROM decisions WHERE number <= (SELECT MAX(number) FROM decisions) - ?",
                     KEPT_DECISIONS,
                 )
+
+    def _note(self, id_: str, request: str, lease: str, body: bytes, *, placed: bool) -> None:
+        self._run(
+            """INSERT INTO decisions (id, request, lease, placed, body)
+               VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
+               lease = excluded.lease, placed = excluded.placed, body = excluded.body""",
+            id_,
+            request,
+            lease,
+            int(placed),
+            body,
+        )
 
     def decision(self, *, id_: str = "", lease: str = "", request: str = "") -> bytes | None:
         """Return the newest decision of an id, a lease or a request."""
