@@ -148,13 +148,13 @@ def _plain_ms(rounds: int) -> list[float]:
     ]
     out = []
     for _ in range(rounds):
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()
         for gauge in gauges:
             for device in range(DEVICES):
                 for piece in range(PARTITIONS):
                     gauge.labels(str(device), f"GPU-{device:032x}", f"1g.10gb@{piece}").set(0.5)
         generate_latest(registry)
-        out.append((time.perf_counter() - begun_s) * 1e3)
+        out.append((time.thread_time() - begun_s) * 1e3)
     return out
 
 
@@ -193,9 +193,9 @@ def measure(quick: bool) -> list[Result]:
     rounds = 60 if quick else 400
     times = []
     for _ in range(rounds):
-        begun_s = time.perf_counter()
+        begun_s = time.thread_time()  # what it costs; others on the machine are not ours
         made.render()
-        times.append((time.perf_counter() - begun_s) * 1e3)
+        times.append((time.thread_time() - begun_s) * 1e3)
     plain = _plain_ms(5 if quick else 20)
     scale = SERIES / series
     scaled = [time_ms * scale for time_ms in times]

@@ -40,6 +40,7 @@ from benchmarks.sampler import DEVICES, LATE_BUSY_MS, PARTITIONS, StubLibrary, c
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from alloy_agent.backends.base import SignalSink
     from alloy_agent.daemon.pushing import PushLoop
     from alloy_agent.daemon.telemetry import Telemetry
     from alloy_agent.proto import agent_pb2 as pb
@@ -53,6 +54,7 @@ BRAIN_IDLE_MS: Final = 3.0
 BRAIN_BUSY_MS: Final = 20.0
 PUSH_HZ: Final = 10.0  # for freshness
 DEFAULT_PUSH_HZ: Final = 1.0  # brain.rate_hz, for cost
+COOL_C: Final = 40.0
 EVENTS_EVERY_S: Final = 0.1
 PIECE_SIGNALS: Final = (
     "compute_active_ratio", "memory_used_bytes", "memory_bandwidth_active_ratio", "rate_ratio",
@@ -91,6 +93,11 @@ class Library(StubLibrary):
             )
             for name, subject, scope in rows
         )
+
+    def sample(self, device: DeviceId, sink: SignalSink) -> None:
+        """Sample as the stub does; no device is hot."""
+        super().sample(device, sink)
+        sink.put(PARTITIONS * len(PIECE_SIGNALS), COOL_C)
 
     def wait_events(self, timeout_s: float) -> Sequence[DeviceEvent]:
         """Return one fault of a code that did not come before, so that each is told at once."""

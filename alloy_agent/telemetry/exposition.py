@@ -1,8 +1,8 @@
 """The text that Prometheus reads, made fast: families of samples that are rendered once.
 
-A sample is kept as its finished label text and its number. Label texts that come again at every
-scrape are built once (`labelled` caches them, bounded); what is left is one number to text for each
-series. No lock of the sampler is taken here and no device is asked.
+What of a line comes again at every scrape, all but its number, is built once (`begun`, bounded),
+and so is the group of lines that says which of its states something is in (`stated`). What is left
+is one number to text for each series. No lock of the sampler is taken here and no device is asked.
 
 Both forms are written: text format 0.0.4, and OpenMetrics 1.0 for clients that ask for it.
 Source: prometheus.io exposition formats; OpenMetrics 1.0 section 5.1.
@@ -20,7 +20,6 @@ _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 LABELS_CACHED: Final = 16384
 
 
-@lru_cache(maxsize=LABELS_CACHED)
 def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Return labels as text with braces; "" for none."""
     pairs = ",".join(
@@ -32,7 +31,26 @@ def labelled(names: tuple[str, ...], values: tuple[str, ...]) -> str:
 @lru_cache(maxsize=LABELS_CACHED)
 def begun(name: str, names: tuple[str, ...], values: tuple[str, ...]) -> str:
     """Return a sample's line up to its number."""
+    return begun_text(name, names, values)
+
+
+def begun_text(name: str, names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Return a sample's line up to its number, for those who keep it themselves."""
     return f"{name}{labelled(names, tuple(map(str, values)))} "
+
+
+@lru_cache(maxsize=LABELS_CACHED)
+def stated(
+    name: str,
+    names: tuple[str, ...],
+    values: tuple[str, ...],
+    states: tuple[str, ...],
+    holds: str,
+) -> tuple[str, ...]:
+    """Return the lines that are 1 for the state that holds and 0 for the others."""
+    return tuple(
+        begun_text(name, names, (*values, state)) + number(state == holds) for state in states
+    )
 
 
 _COMMON: Final = {0.0: "0.0\n", 1.0: "1.0\n"}
@@ -71,10 +89,9 @@ class Family:
         """Add a sample."""
         self.lines.append(begun(self._sample, self.labels, values) + number(value))
 
-    def add_all(self, rows: Iterable[tuple[tuple[str, ...], str]]) -> None:
-        """Add samples whose numbers are text already, each with its line end."""
-        name, labels = self._sample, self.labels
-        self.lines += [begun(name, labels, values) + text for values, text in rows]
+    def add_state(self, values: tuple[str, ...], states: tuple[str, ...], holds: str) -> None:
+        """Add a sample for each state, its label the last one: 1 for the state that holds."""
+        self.lines += stated(self._sample, self.labels, values, states, holds)
 
     def add_buckets(
         self, values: tuple[str, ...], buckets: Iterable[tuple[float, int]], total: float

@@ -137,9 +137,11 @@ def advance(
     gap_ns = ns(GAP_PERIODS * period_s)
     at, last, before = account.at_ns, account.last_ns, account.last_ratio
     active, idle, unobserved = account.active_ns, account.idle_ns, account.unobserved_ns
-    for time_s, value in samples:
-        time, ratio = ns(time_s), min(1.0, max(0.0, value))
+    rest = [(round(time_s * NS), min(1.0, max(0.0, value))) for time_s, value in samples]
+    while rest:
+        time, ratio = rest[0]
         if last is not None and time <= last:
+            del rest[0]
             continue
         if time > at:
             span = time - at
@@ -149,7 +151,12 @@ def advance(
             else:
                 unobserved += span
             at = time
-        last, before = time, ratio
+        if at == time:
+            at, last, before, busy = _along(rest, gap_ns)
+            active, idle = active + busy, idle + (at - time) - busy
+        else:
+            last, before = time, ratio
+            del rest[0]
     return msgspec.structs.replace(
         account,
         at_ns=at,
@@ -160,6 +167,24 @@ def advance(
         last_ratio=before,
         method=method or account.method,
     )
+
+
+def _along(rest: list[tuple[int, float]], gap_ns: int) -> tuple[int, int, float, int]:
+    """Take the samples from the first on that follow one another closely off a list.
+
+    Returns the time accounted for, which is that of the last of them, twice; its ratio; and the
+    active nanoseconds between the first and the last, by straight lines.
+    """
+    doubled, count = 0.0, 1
+    time, ratio = rest[0]
+    for later, after in rest[1:]:
+        span = later - time
+        if not 0 < span <= gap_ns:
+            break
+        doubled += span * (ratio + after)
+        time, ratio, count = later, after, count + 1
+    del rest[:count]
+    return time, time, ratio, round(doubled / 2)
 
 
 def settle(account: Account, until_ns: int, period_s: float) -> Account:

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from alloy_agent.model import (
@@ -36,8 +37,10 @@ from alloy_agent.model import (
 )
 from alloy_agent.telemetry import signals as readings
 from alloy_agent.telemetry.exposition import (
+    LABELS_CACHED,
     Family,
     Kind,
+    begun_text,
     counter,
     gauge,
     info,
@@ -62,6 +65,11 @@ Collect = Callable[[], Iterable[Family]]
 
 DEVICE: Final = ("device",)
 PIECE: Final = ("partition", "generation")
+BY_SIGNAL: Final = ("signal", "subject")
+CONDITIONS: Final = tuple(map(str, Condition))
+GATE_STATES: Final = tuple(map(str, GateState))
+LEVELS: Final = tuple(map(str, Level))
+TIERS: Final = tuple(map(str, Tier))
 
 
 class MetricsPage:
@@ -181,8 +189,7 @@ def _device_families(snapshot: Snapshot) -> Iterator[Family]:
         simulated = str(device.simulated).lower()
         labels = (device.id, device.vendor, device.model, simulated, device.driver or "")
         about.add((*labels, device.bus or "", str(device.index)), 1)
-        for state in Condition:
-            condition.add((device.id, state), device.condition is state)
+        condition.add_state((device.id,), CONDITIONS, device.condition)
         if device.memory_bytes is not None:
             size.add((device.id,), device.memory_bytes)
     for key in dict.fromkeys((f.device, f.kind) for f in snapshot.faults):
@@ -249,8 +256,7 @@ def audit_families(audit: AuditResult | None, now_s: float) -> Iterator[Family]:
     for report in audit.partitions:
         judgements.extend(report.judgements)
         piece = report.partition
-        for tier in Tier:
-            tiers.add((piece.id, str(piece.generation), tier), report.tier is tier)
+        tiers.add_state((piece.id, str(piece.generation)), TIERS, report.tier)
     for judgement in judgements:
         checks.add((judgement.check, judgement.subject, judgement.verdict), 1)
     yield from (verdict, checks, tiers)
@@ -270,13 +276,10 @@ def signal_families(
         generations: Of each partition; a partition without one is gone and has no series.
     """
     families: dict[str, Family] = {}
-    age = gauge("alloy_signal_age_seconds", "Age of a value at its source.", ("signal", "subject"))
-    refresh = gauge(
-        "alloy_source_refresh_seconds", "Measured time between two values.", ("signal", "subject")
-    )
+    age = gauge("alloy_signal_age_seconds", "Age of a value at its source.", BY_SIGNAL)
+    refresh = gauge("alloy_source_refresh_seconds", "Measured time between two values.", BY_SIGNAL)
+    ages, periods = age.lines, refresh.lines
     missing: dict[str, int] = {}
-    ages: list[tuple[tuple[str, ...], str]] = []
-    periods: list[tuple[tuple[str, ...], str]] = []
     for signal in signals:
         spec, value = signal.spec, signal.value
         name, subject, period_s = spec.name, spec.subject, spec.refresh_period_s
@@ -289,25 +292,40 @@ def signal_families(
             continue
         taken_s = signal.source_time_s
         age_s = now_s - (signal.read_time_s if taken_s is None else taken_s)
-        key = (name, subject)
-        ages.append((key, f"{age_s:.4g}\n" if age_s > 0 else "0.0\n"))
+        value_is, age_is, period_is = _begun(name, subject, generation, piece, spec.counter)
+        ages.append(f"{age_is}{age_s:.4g}\n" if age_s > 0 else f"{age_is}0.0\n")
         if period_s is not None:
-            periods.append((key, number(period_s)))
-        stale = signal.quality is not Quality.VALUE or age_s > readings.limit_s(spec)
+            periods.append(period_is + number(period_s))
+        stale = signal.quality is not Quality.VALUE or (
+            age_s > readings.AGE_FLOOR_S and age_s > readings.limit_s(spec)
+        )
         if stale and not spec.counter:
             missing["stale"] = missing.get("stale", 0) + 1
             continue
         family = families.get(name)
         if family is None:
             family = families[name] = _family_of(spec)
-        family.add((subject, str(generation)) if piece else (subject,), value)
-    age.add_all(ages)
-    refresh.add_all(periods)
+        family.lines.append(value_is + number(value))
     absent = gauge("alloy_signal_absent", "Signals without a fresh value, by why.", ("quality",))
     for quality, times in sorted(missing.items()):
         absent.add((quality,), times)
     yield from families.values()
     yield from (age, refresh, absent)
+
+
+@lru_cache(maxsize=LABELS_CACHED)
+def _begun(
+    name: str, subject: str, generation: int, piece: bool, counter: bool
+) -> tuple[str, str, str]:
+    """Return the lines of a signal's value, age and refresh period, up to their numbers."""
+    sample = f"{name.removesuffix('_total')}_total" if counter else name
+    return (
+        begun_text(sample, PIECE, (subject, str(generation)))
+        if piece
+        else begun_text(sample, DEVICE, (subject,)),
+        begun_text("alloy_signal_age_seconds", BY_SIGNAL, (name, subject)),
+        begun_text("alloy_source_refresh_seconds", BY_SIGNAL, (name, subject)),
+    )
 
 
 def _family_of(spec: SignalSpec) -> Family:
@@ -374,8 +392,7 @@ def gate_families(gates: Mapping[str, Mapping[str, Gate]]) -> Iterator[Family]:
     family = gauge("alloy_gate", "1 for the state that a gate is in.", ("subject", "gate", "state"))
     for subject, table in gates.items():
         for name, gate in table.items():
-            for state in GateState:
-                family.add((subject, name, state), gate.state is state)
+            family.add_state((subject, name), GATE_STATES, gate.state)
     yield family
 
 
@@ -392,8 +409,7 @@ def health_families(
     )
     stalled = gauge("alloy_probe_stalled_seconds", "How long a device has not answered.", DEVICE)
     for device, known in devices.items():
-        for state in Level:
-            level.add((device, state), known.level is state)
+        level.add_state((device,), LEVELS, known.level)
         for code, times in known.counts.items():
             events.add((device, code), times)
         for fault in known.faults:

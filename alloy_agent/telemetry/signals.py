@@ -73,7 +73,7 @@ class Possible(NamedTuple):
             total - total == 0.0  # finite, so none of them is NaN
             and self.low <= min(values)
             and max(values) <= self.high
-            and self.never.isdisjoint(values)
+            and (not self.never or self.never.isdisjoint(values))
         )
 
 

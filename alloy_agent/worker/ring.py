@@ -46,7 +46,7 @@ import zlib
 from array import array
 from itertools import compress
 from operator import ne
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
 
@@ -128,7 +128,7 @@ class Block:
 
     def _column(self, column: int, slot: int) -> list[float]:
         at = (FRAME_HEADER_BYTES >> 3) + column * self.slots + slot
-        return list(self._floats[at :: self._words])
+        return cast("list[float]", self._floats[at :: self._words].tolist())
 
     def values(self, slot: int) -> list[float]:
         """Return one signal's values."""

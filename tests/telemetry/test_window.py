@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alloy_agent.telemetry import headroom
-from alloy_agent.telemetry.window import BINS, COVERAGE_MIN, Quantiles, Window, Windows
+from alloy_agent.telemetry.window import BINS, COVERAGE_MIN, Window, Windows
 
 
 def exact(values: list[float], ratio: float) -> float:
@@ -97,19 +97,53 @@ def test_values_beyond_the_range_count_at_its_edge() -> None:
     assert window.samples == 3
 
 
-def _quantiles(p05: float | None, p95: float | None) -> Quantiles:
-    return Quantiles(span_s=60.0, p05=p05, p50=p05, p95=p95, p99=p95, count=600, coverage_ratio=1.0)
+@given(
+    st.lists(st.floats(-0.2, 1.3), min_size=1, max_size=600),
+    st.sampled_from([0.05, 0.95]),
+    st.floats(0.05, 0.2),
+)
+def test_one_quantile_alone_is_that_of_all(
+    values: list[float], ratio: float, period_s: float
+) -> None:
+    """The level of a window is the quantile of its ratio, or as unknown as it."""
+    window = Window(60.0)
+    for number, value in enumerate(values):
+        window.add(value, 1.0 + number * 0.1)
+    now_s = 1.0 + len(values) * 0.1
+    found = window.quantiles(now_s, period_s)
+    assert window.level(now_s, period_s, ratio) == (found.p05 if ratio < 0.5 else found.p95)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(-0.2, 1.3), st.integers(0, 1500)), max_size=60), max_size=12
+    ),
+    st.sampled_from([1.0, 0.5, 3.0]),
+)
+@settings(deadline=None)
+def test_a_batch_counts_as_its_values_one_by_one(
+    batches: list[list[tuple[float, int]]], limit: float
+) -> None:
+    """Whatever a batch repeats, and wherever slices end in it, the window holds the same."""
+    whole, single = Window(60.0), Window(60.0)
+    for batch in batches:
+        values = [value for value, _ in batch]
+        times_s = [tenths / 10 for _, tenths in batch]
+        new = whole.add_all(values, times_s, limit)
+        assert new == sum(single.add(v / limit, t) for v, t in zip(values, times_s, strict=True))
+        now_s = max(times_s, default=0.0)
+        assert whole.quantiles(now_s, 0.1) == single.quantiles(now_s, 0.1)
 
 
 def test_headroom_is_what_p95_leaves_and_the_least_decides() -> None:
     """Compute at 70 % and memory at 90 % leave 30 % and 10 %: memory is the scarcest."""
-    compute = headroom.left(headroom.Resource("compute"), _quantiles(0.1, 0.7))
-    memory = headroom.left(headroom.Resource("memory"), _quantiles(0.2, 0.9))
-    room = headroom.together({"compute": compute, "memory": memory})
+    room = headroom.together(
+        {"compute": headroom.left("compute", 0.7), "memory": headroom.left("memory", 0.9)}
+    )
     assert room.least == pytest.approx(0.1)
     assert room.scarcest == "memory"
-    margin = headroom.left(headroom.Resource("temperature", margin=True), _quantiles(5.0, 60.0))
-    assert margin == pytest.approx(0.25)
+    assert headroom.left("temperature", 5.0) == pytest.approx(0.25)
+    assert headroom.left("compute", None) is None
 
 
 def test_one_unknown_resource_makes_the_least_unknown() -> None:
