@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RENDER_FIRST: Final = 128
 RENDER_LAST: Final = 191
+MINOR_LAST: Final = (1 << 20) - 1  # where newer kernels end; drm_drv.c
 RENDER_PER_DEVICE: Final = 8
 
 
@@ -66,12 +67,12 @@ def auto_mode(board: AmdBoard, memory_mode: str) -> str:
 
 
 def partitions(
-    board: AmdBoard, device: DeviceState, ordinal: int, *, display_card: bool, seed: int
+    board: AmdBoard, device: DeviceState, ordinal: int, *, minors: range, seed: int
 ) -> tuple[XcdPartition, ...]:
     """Return the partitions of a device; `ordinal` counts the node's AMD devices from 0."""
     count = partitions_of(device.compute_mode, board.xcds) if device.compute_mode else 1
     size = board.xcds // count
-    base = RENDER_FIRST + display_card + RENDER_PER_DEVICE * ordinal
+    base = minors.start + RENDER_PER_DEVICE * ordinal
     found = []
     for number in range(count):
         minor = base
@@ -85,7 +86,7 @@ def partitions(
                 xcds=size,
                 cus=size * board.cus_per_xcd,
                 memory_bytes=board.memory_mib * MIB // count,
-                render_minor=minor if minor <= RENDER_LAST else None,
+                render_minor=minor if minor in minors else None,
                 kfd_gpu_id=1 + mark % 65535,
             )
         )

@@ -30,7 +30,14 @@ from typing import Final
 import msgspec
 
 from alloy_agent.silicon import faults, signals
-from alloy_agent.silicon.amd import AmdGpu, XcdPartition, partitions
+from alloy_agent.silicon.amd import (
+    MINOR_LAST,
+    RENDER_FIRST,
+    RENDER_LAST,
+    AmdGpu,
+    XcdPartition,
+    partitions,
+)
 from alloy_agent.silicon.boards import BOARDS, AmdBoard, Board, NeuronInstance, NvidiaBoard
 from alloy_agent.silicon.neuron import ATTACH_MAX, NeuronDevice, neuron_number
 from alloy_agent.silicon.nvidia import NvidiaGpu
@@ -155,7 +162,10 @@ class Machine:
             board,
             device,
             peers.index(device.id),
-            display_card=self._state.display_card,
+            minors=range(
+                RENDER_FIRST + self._state.display_card,
+                (MINOR_LAST if self._state.many_minors else RENDER_LAST) + 1,
+            ),
             seed=self._state.seed,
         )
 

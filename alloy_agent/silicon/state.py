@@ -208,6 +208,7 @@ class MachineState(msgspec.Struct, kw_only=True):
     recipe: str = ""  # digest of the specification that made it
     kfd_busy_scope: Literal["device", "node"] = "device"
     display_card: bool = False
+    many_minors: bool = False  # a kernel that goes on above renderD191
     devices: list[DeviceState] = []
     clients: list[Client] = []
     faults: list[FaultState] = []
