@@ -41,6 +41,7 @@ class TopPartition(Value, frozen=True, kw_only=True):
     memory_bytes: int | None = None
     headroom_ratio: float | None = None
     scarcest: str = ""
+    absent: tuple[str, ...] = ()  # resources that nobody measures: headroom is without them
     age_s: float | None = None
 
 
@@ -182,6 +183,7 @@ def _partitions(
                 memory_bytes=piece.memory_bytes,
                 headroom_ratio=None if room is None else room.least,
                 scarcest="" if room is None else room.scarcest,
+                absent=() if room is None else room.absent,
                 age_s=None if active is None else round(readings.age_s(active, now_s), 3),
                 **_gate(gates, piece.id),
             )
