@@ -26,9 +26,10 @@ from alloy_agent.conformance.keeper.messages import (
 from alloy_agent.errors import BackendError, ConfigError
 from alloy_agent.host.clock import boottime_s
 
-START_S: Final = 20.0
+START_S: Final = 60.0  # a busy host takes its time to start an interpreter
 ANSWER_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.05
+START_AGAIN_S: Final = 5.0
 OWN_GROUP: Final = "alloy-share"  # of the v2 tree: cgroups that are made for tenants
 
 
@@ -76,13 +77,14 @@ def join(device: str, root: Path, request: Join) -> dict[str, str]:
     library(root / "lib")  # a host that cannot build it is told so at once
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     end_s = time.monotonic() + START_S
-    started: subprocess.Popen[bytes] | None = None
-    while time.monotonic() < end_s:
+    again_s = 0.0
+    while (now_s := time.monotonic()) < end_s:
         try:
             return ask(folder, request).environment
         except OSError:
-            if started is None or started.poll() is not None:
-                started = _start(device, folder)
+            if now_s >= again_s:  # another one may have taken its place, and left meanwhile
+                again_s = now_s + START_AGAIN_S
+                _start(device, folder)
             time.sleep(LOOK_AGAIN_S)
     raise BackendError(
         f"the keeper of {device} does not come up", cure=f"read {folder / 'keeper.log'}"
@@ -132,13 +134,15 @@ def environment() -> dict[str, str]:
     return kept
 
 
-def _start(device: str, folder: Path) -> subprocess.Popen[bytes]:
+def _start(device: str, folder: Path) -> None:
+    """Start a keeper that is nobody's child."""
     with (folder / "keeper.log").open("ab") as log:
-        return subprocess.Popen(
+        subprocess.run(
             command(device, folder, emulate=device == "emulated", agent=False),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
             env=environment(),
+            check=False,
         )

@@ -390,6 +390,8 @@ def main(arguments: list[str]) -> int:
     """Keep one device; where another keeper does, leave it to that one."""
     options = {word for word in arguments if word.startswith("--")}
     device, folder = (word for word in arguments if not word.startswith("--"))
+    if "--agent" not in options and os.fork():
+        return os.EX_OK  # the command that started it must not have it as a child
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     try:

@@ -12,6 +12,7 @@ from importlib import resources
 
 from alloy_agent.conformance.report.documents import time_of
 from alloy_agent.conformance.report.history import Event
+from alloy_agent.conformance.report.shares import shares_section
 from alloy_agent.model import (
     TIER_ORDER,
     AuditResult,
@@ -57,6 +58,7 @@ def to_html(result: AuditResult, history: Sequence[Event] = ()) -> str:
             _header(result),
             _summary(result),
             _partitions(result),
+            shares_section(result.shares),
             _node(result),
             _residual(result.residual_classes),
             _history(history),
