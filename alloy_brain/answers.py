@@ -13,7 +13,7 @@ import msgspec
 from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.proto import keepalive, placement_pb2_grpc
 from alloy_agent.proto import placement_pb2 as pl
-from alloy_brain import decision
+from alloy_brain import decision, draining
 from alloy_brain import identity as identities
 from alloy_brain.broker import Broker, RefusedError, boottime_s, granted, state_number
 from alloy_brain.fleet import Fleet, Node
@@ -113,6 +113,18 @@ class Answers(placement_pb2_grpc.PlacementServicer):
     ) -> pl.ListLeasesReply:
         """Return the living leases, by id."""
         return await self._guarded(context, self._list_leases(request))
+
+    async def DrainNode(  # noqa: N802 - the name in the proto
+        self, request: pl.DrainNodeRequest, context: Any
+    ) -> pl.DrainNodeReply:
+        """Have a node take nothing new."""
+        return await self._guarded(context, draining.drain(self._broker, request))
+
+    async def UndrainNode(  # noqa: N802 - the name in the proto
+        self, request: pl.UndrainNodeRequest, context: Any
+    ) -> pl.DrainNodeReply:
+        """Have a node take new work again."""
+        return await self._guarded(context, draining.undrain(self._broker, request))
 
     async def Watch(  # noqa: N802 - the name in the proto
         self, request: pl.WatchRequest, context: Any

@@ -74,7 +74,26 @@ def build_parser() -> argparse.ArgumentParser:
     leases = _asking(commands, "leases", "who has what", _leases)
     leases.add_argument("--tenant", default="")
     leases.add_argument("--node", default="")
+    _add_drains(commands)
     return parser
+
+
+def _add_drains(commands: Any) -> None:
+    for name, text, run in (
+        ("drain", "take nothing new on a node, or on a part of it", _drain),
+        ("undrain", "take new work there again", _undrain),
+    ):
+        parser = _asking(commands, name, text, run)
+        parser.add_argument("node")
+        parser.add_argument(
+            "subject", nargs="?", default="", help="a device, hive or partition; else all of it"
+        )
+        parser.add_argument("--session", default="operator", metavar="NAME", help="whose it is")
+        if name == "drain":
+            parser.add_argument("--reason", default="drained by the operator", metavar="TEXT")
+            parser.add_argument(
+                "--ttl", type=_duration, default=0, metavar="TIME", help="it ends by itself"
+            )
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
@@ -240,6 +259,50 @@ def _release(arguments: argparse.Namespace) -> int:
         return _print_json("alloy.release/v1", reply)
     print(f"lease {reply.lease}: {pb.LeaseState.Name(reply.state)[12:].lower()}")
     return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    """Drain a node, or a part of it, and print what that reaches."""
+    from alloy_agent.proto import agent_pb2 as pb
+
+    wish = pb.Drain(
+        subject=arguments.subject,
+        reason=arguments.reason,
+        session=arguments.session,
+        ttl_ms=arguments.ttl,
+    )
+    with _client(arguments) as client:
+        reply = client.drain(arguments.node, wish)
+    document = json.loads(reply.document.json)
+    if arguments.json:
+        json.dump({**document, "node": reply.node}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    drained = document["drain"]
+    takes = ", ".join(drained["takes"]) or "no partition"
+    print(f"{_where(arguments)} is drained ({drained['scope']}); it reaches {takes}")
+    return 0
+
+
+def _undrain(arguments: argparse.Namespace) -> int:
+    """Take a drain back."""
+    from alloy_agent.proto import agent_pb2 as pb
+
+    back = pb.Undrain(subject=arguments.subject, session=arguments.session)
+    with _client(arguments) as client:
+        reply = client.undrain(arguments.node, back)
+    document = json.loads(reply.document.json)
+    if arguments.json:
+        json.dump({**document, "node": reply.node}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+        return 0
+    was = document["drain"] is not None
+    print(f"{_where(arguments)} {'takes new work again' if was else 'was not drained'}")
+    return 0
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    return f"{arguments.node}/{arguments.subject}" if arguments.subject else str(arguments.node)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.proto import keepalive
 from alloy_agent.proto import placement_pb2 as pl
 
@@ -106,6 +107,18 @@ class BrainClient:
             token = reply.next_page_token
             if not token:
                 return found
+
+    def drain(self, node: str, drain: pb.Drain) -> pl.DrainNodeReply:
+        """Have a node take nothing new on what the drain names."""
+        asked = pl.DrainNodeRequest(node=node, drain=drain)
+        reply: pl.DrainNodeReply = self._call("DrainNode", asked)
+        return reply
+
+    def undrain(self, node: str, undrain: pb.Undrain) -> pl.DrainNodeReply:
+        """Take a drain back."""
+        asked = pl.UndrainNodeRequest(node=node, undrain=undrain)
+        reply: pl.DrainNodeReply = self._call("UndrainNode", asked)
+        return reply
 
     def watch(self, kinds: tuple[str, ...] = (), node: str = "") -> Any:
         """Return the stream of what changes; iterate it, `cancel()` it."""

@@ -45,6 +45,16 @@ class PlacementStub:
                 request_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.ListLeasesRequest.SerializeToString,
                 response_deserializer=alloy_dot_agent_dot_v1_dot_placement__pb2.ListLeasesReply.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/alloy.agent.v1.Placement/DrainNode',
+                request_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeReply.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/alloy.agent.v1.Placement/UndrainNode',
+                request_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/alloy.agent.v1.Placement/Watch',
                 request_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.WatchRequest.SerializeToString,
@@ -95,6 +105,20 @@ class PlacementServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Takes nothing new on a node, or on one device, hive or partition of it. Idempotent by session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Takes that back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """What changes, until the caller leaves.
         """
@@ -134,6 +158,16 @@ def add_PlacementServicer_to_server(servicer, server):
                     servicer.ListLeases,
                     request_deserializer=alloy_dot_agent_dot_v1_dot_placement__pb2.ListLeasesRequest.FromString,
                     response_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.ListLeasesReply.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeRequest.FromString,
+                    response_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeReply.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=alloy_dot_agent_dot_v1_dot_placement__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -303,6 +337,60 @@ class Placement:
             '/alloy.agent.v1.Placement/ListLeases',
             alloy_dot_agent_dot_v1_dot_placement__pb2.ListLeasesRequest.SerializeToString,
             alloy_dot_agent_dot_v1_dot_placement__pb2.ListLeasesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alloy.agent.v1.Placement/DrainNode',
+            alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeRequest.SerializeToString,
+            alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/alloy.agent.v1.Placement/UndrainNode',
+            alloy_dot_agent_dot_v1_dot_placement__pb2.UndrainNodeRequest.SerializeToString,
+            alloy_dot_agent_dot_v1_dot_placement__pb2.DrainNodeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class PlacementStub:
     """The decision record of a placement."""
     ListNodes: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ListNodesRequest, _placement_pb2.ListNodesReply]
     ListLeases: _grpc.UnaryUnaryMultiCallable[_placement_pb2.ListLeasesRequest, _placement_pb2.ListLeasesReply]
+    DrainNode: _grpc.UnaryUnaryMultiCallable[_placement_pb2.DrainNodeRequest, _placement_pb2.DrainNodeReply]
+    """Takes nothing new on a node, or on one device, hive or partition of it. Idempotent by session."""
+    UndrainNode: _grpc.UnaryUnaryMultiCallable[_placement_pb2.UndrainNodeRequest, _placement_pb2.DrainNodeReply]
+    """Takes that back."""
     Watch: _grpc.UnaryStreamMultiCallable[_placement_pb2.WatchRequest, _placement_pb2.WatchEvent]
     """What changes, until the caller leaves."""
 
@@ -62,6 +66,10 @@ class PlacementAsyncStub(PlacementStub):
     """The decision record of a placement."""
     ListNodes: _aio.UnaryUnaryMultiCallable[_placement_pb2.ListNodesRequest, _placement_pb2.ListNodesReply]  # type: ignore[assignment]
     ListLeases: _aio.UnaryUnaryMultiCallable[_placement_pb2.ListLeasesRequest, _placement_pb2.ListLeasesReply]  # type: ignore[assignment]
+    DrainNode: _aio.UnaryUnaryMultiCallable[_placement_pb2.DrainNodeRequest, _placement_pb2.DrainNodeReply]  # type: ignore[assignment]
+    """Takes nothing new on a node, or on one device, hive or partition of it. Idempotent by session."""
+    UndrainNode: _aio.UnaryUnaryMultiCallable[_placement_pb2.UndrainNodeRequest, _placement_pb2.DrainNodeReply]  # type: ignore[assignment]
+    """Takes that back."""
     Watch: _aio.UnaryStreamMultiCallable[_placement_pb2.WatchRequest, _placement_pb2.WatchEvent]  # type: ignore[assignment]
     """What changes, until the caller leaves."""
 
@@ -111,6 +119,22 @@ class PlacementServicer(metaclass=_abc_1.ABCMeta):
         request: _placement_pb2.ListLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_placement_pb2.ListLeasesReply, _abc.Awaitable[_placement_pb2.ListLeasesReply]]: ...
+
+    @_abc_1.abstractmethod
+    def DrainNode(
+        self,
+        request: _placement_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.DrainNodeReply, _abc.Awaitable[_placement_pb2.DrainNodeReply]]:
+        """Takes nothing new on a node, or on one device, hive or partition of it. Idempotent by session."""
+
+    @_abc_1.abstractmethod
+    def UndrainNode(
+        self,
+        request: _placement_pb2.UndrainNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_placement_pb2.DrainNodeReply, _abc.Awaitable[_placement_pb2.DrainNodeReply]]:
+        """Takes that back."""
 
     @_abc_1.abstractmethod
     def Watch(
