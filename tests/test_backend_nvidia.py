@@ -1036,38 +1036,6 @@ def test_a_layout_by_others_needs_no_state_of_ours(tmp_path: Path) -> None:
     assert ModeKind.MIG in {mode.kind for mode in host.backend.observe(ident).device.modes}
 
 
-# --- the measurements for real hardware --------------------------------------------------------
-
-
-def test_the_hardware_measurements_run_and_change_nothing(tmp_path: Path) -> None:
-    """All sections are filled, and no call that changes anything is made."""
-    from tests.hardware import nvidia
-
-    host, ident = hosted(tmp_path)
-    host.mig(ident)
-    host.make(ident, "3g.40gb@0")
-    document = nvidia.measured(host.backend, 0.3)
-    (gpu,) = document["gpus"]
-    assert gpu["observation"]["partitions"]
-    assert gpu["activity"]["open_after_quiesce"] == 0
-    assert {row["name"] for row in gpu["fields"]} == set(nvidia.FIELDS.values())
-    assert any("median_us" in row for row in gpu["costs"])
-    assert document["events"]["waited_s"] > 0
-    assert host.library.counts["nvmlDeviceSetMigMode"] == 1  # ours, above
-    assert not [name for name in host.library.counts if "Destroy" in name]
-    assert json.dumps(document, default=str)
-
-
-def test_the_hardware_measurements_say_when_there_is_nothing(tmp_path: Path) -> None:
-    """Without a library the document says why, and the exit code tells."""
-    from tests.hardware import nvidia
-
-    out = tmp_path / "out.json"
-    host = NvidiaHost(tmp_path, f"1x{H100}", no_library=True)
-    assert nvidia.main(["--json", str(out)], host.options) == 3
-    assert "refused" in json.loads(out.read_text())
-
-
 def test_a_sampling_worker_lets_go_for_each_change(tmp_path: Path) -> None:
     """In a worker that samples and listens, changes of an A100 succeed between its ticks."""
     from alloy_agent.worker.client import Worker

@@ -1,9 +1,12 @@
 """Read-only measurements on the NVIDIA GPUs of this host: `python -m tests.hardware.nvidia`.
 
 Changes no mode, makes and removes nothing, resets nothing. It writes one JSON document: inventory,
-how often each field value really renews, GPM at 10 Hz, who uses the GPUs, whether memory limits can
-be had, an event wait, and the cost of each call in microseconds. Done within four minutes; a
-section that a driver does not support says so and the others go on.
+how often each field value really renews, GPM at 10 Hz and at which gap it begins to answer, who
+uses the GPUs and which process of this host each pid is, whether memory limits can be had, an event
+wait, and the cost of each call in microseconds.
+
+Done within four minutes, whatever the driver does: each section has a thread and a deadline, and
+one that hangs or that a driver does not support says so and the others go on.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import itertools
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +28,18 @@ import msgspec
 from alloy_agent.backends.base import SignalSink
 from alloy_agent.backends.nvidia import NvidiaBackend, open_backend
 from alloy_agent.backends.nvidia.gpu import Gpu, field_number
-from alloy_agent.backends.nvidia.library import NvmlCallError
+from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError
+from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
+from alloy_agent.backends.nvidia.sighting import initial_namespace, sighted
 from alloy_agent.backends.nvidia.topology import fabric_of
 from alloy_agent.errors import AlloyError
-from alloy_agent.model import Quality
+from alloy_agent.model import DeviceId, Quality
 
 SCHEMA: Final = "alloy.hardware/v1"
-BUDGET_S: Final = 200.0
+BUDGET_S: Final = 200.0  # for all sections; what is left of four minutes is for start and end
+SECTION_S: Final = 45.0
+GAPS_MS: Final = (20, 50, 80, 100, 120, 200)
+GPM_TRIES: Final = 5
 FIELDS: Final[dict[int, str]] = {
     3: "ecc_corrected_volatile",
     4: "ecc_uncorrected_volatile",
@@ -207,7 +216,10 @@ def activity(backend: NvidiaBackend, gpu: Gpu, seconds: float) -> dict[str, Any]
 
 def memory_limits(backend: NvidiaBackend, gpu: Gpu) -> dict[str, Any]:
     """Return whether the driver has memory limits for cgroups; sets none."""
-    found: dict[str, Any] = {"symbol": backend.nvml.has("nvmlDeviceGetMemoryLimits_v1")}
+    found: dict[str, Any] = {
+        "symbol": backend.nvml.has("nvmlDeviceGetMemoryLimits_v1"),
+        "shares_can_be_capped": backend._shares.can_limit(gpu),
+    }
     root = Path("/sys/fs/cgroup")
     files = [root / "dmem.capacity", root / "unified/dmem.capacity"]
     found["dmem"] = [file.read_text().splitlines() for file in files if file.exists()]
@@ -223,12 +235,102 @@ def memory_limits(backend: NvidiaBackend, gpu: Gpu) -> dict[str, Any]:
     return found
 
 
-def guarded(section: Callable[[], Any]) -> Any:
-    """Return a section, or why there is none: one that fails must not cost the others."""
+class Clock:
+    """How much of the time for everything is left."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._end_s = time.monotonic() + budget_s
+        self.stuck = 0
+
+    def left_s(self) -> float:
+        """Return the seconds that are left for a section."""
+        return min(SECTION_S, self._end_s - time.monotonic())
+
+    def guarded(self, section: Callable[[], Any]) -> Any:
+        """Return a section, or why there is none: one that fails or hangs costs no other.
+
+        A call into the driver cannot be ended from outside, so one that hangs keeps its thread.
+        """
+        left_s = self.left_s()
+        if left_s <= 0:
+            return {"refused": "no time is left for it"}
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                found.append(section())
+            except (AlloyError, NvmlCallError, OSError) as error:
+                found.append({"refused": str(error)})
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(left_s)
+        if thread.is_alive():
+            self.stuck += 1
+            return {"refused": f"no answer within {left_s:.0f} s"}
+        return found[0] if found else {"refused": "it ended without a result"}
+
+
+def gpm(backend: NvidiaBackend, gpu: Gpu) -> dict[str, Any]:
+    """Return, by the gap between two samples, how often GPM gave a value, and what a turn costs."""
+    nvml, module = backend.nvml, backend.nvml.module
+    if not gpu.identity().gpm:
+        return {"refused": "this GPU has no GPM"}
+    one, two = nvml.call("nvmlGpmSampleAlloc"), nvml.call("nvmlGpmSampleAlloc")
+    rows = []
     try:
-        return section()
-    except (AlloyError, NvmlCallError, OSError) as error:
-        return {"refused": str(error)}
+        for gap_ms in GAPS_MS:
+            told, spent = 0, []
+            for _ in range(GPM_TRIES):
+                gpu.call("nvmlGpmSampleGet", one)
+                time.sleep(gap_ms / 1e3)
+                begin = time.perf_counter_ns()
+                gpu.call("nvmlGpmSampleGet", two)
+                told += _compared(module, nvml, one, two)
+                spent.append((time.perf_counter_ns() - begin) / 1e3)
+            rows.append({"gap_ms": gap_ms, "values": told, "median_us": statistics.median(spent)})
+    finally:
+        for sample in (one, two):
+            nvml.call("nvmlGpmSampleFree", sample)
+    return {"tries": GPM_TRIES, "gaps": rows}
+
+
+def _compared(module: Any, nvml: Nvml, one: Any, two: Any) -> bool:
+    """Return whether two samples can be compared."""
+    request = module.c_nvmlGpmMetricsGet_t()
+    request.version, request.numMetrics = module.NVML_GPM_METRICS_GET_VERSION, 1
+    request.sample1, request.sample2 = one, two
+    request.metrics[0].metricId = 2
+    try:
+        nvml.call("nvmlGpmMetricsGet", request)
+    except NvmlCallError:
+        return False
+    return int(request.metrics[0].nvmlReturn) == 0
+
+
+def attribution(gpu: Gpu, proc: Path) -> dict[str, Any]:
+    """Return each pid that the driver tells, and which process of this host it is."""
+    told = gpu.told_processes()
+    if told is None:
+        return {"refused": "this driver does not tell who computes on the GPU"}
+    seen = sighted(proc, (pid for pid, _, _ in told))
+    rows = []
+    for pid, instance, used in told:
+        sight = seen[pid]
+        fence = fence_of(proc, sight.pid)
+        rows.append(
+            {
+                "driver_pid": pid,
+                "host_pid": sight.pid,
+                "note": sight.note,
+                "instance": instance,
+                "memory_bytes": used,
+                "comm": name_of(proc, sight.pid),
+                "nodes": list(open_nodes(proc, sight.pid)),
+                "fence": fence._asdict(),
+            }
+        )
+    return {"initial_namespace": initial_namespace(proc), "processes": rows}
 
 
 def events(backend: NvidiaBackend, seconds: float) -> dict[str, Any]:
@@ -239,38 +341,54 @@ def events(backend: NvidiaBackend, seconds: float) -> dict[str, Any]:
     return {"waited_s": waited_s, "events": [msgspec.to_builtins(event) for event in found]}
 
 
-def measured(backend: NvidiaBackend, seconds: float) -> dict[str, Any]:
+def measured(
+    backend: NvidiaBackend, seconds: float, proc: Path = Path("/proc"), budget_s: float = BUDGET_S
+) -> dict[str, Any]:
     """Return the whole document."""
+    clock, begin = Clock(budget_s), time.monotonic()
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "vendor": "nvidia",
-        "capabilities": msgspec.to_builtins(backend.capabilities()),
-        "doctor": [msgspec.to_builtins(line) for line in backend.diagnose()],
+        "capabilities": clock.guarded(lambda: msgspec.to_builtins(backend.capabilities())),
+        "doctor": clock.guarded(lambda: [msgspec.to_builtins(x) for x in backend.diagnose()]),
         "gpus": [],
     }
-    begin = time.monotonic()
-    try:
-        devices = backend.discover()
-    except AlloyError as error:
-        document["refused"] = str(error)
-        return document
-    document["events"] = guarded(lambda: events(backend, 1.0))
+    devices = clock.guarded(backend.discover)
+    if isinstance(devices, dict):
+        return document | devices
+    document["events"] = clock.guarded(lambda: events(backend, 1.0))
     for number, device in enumerate(devices):
-        gpu = backend._gpu(device)
-        full = number == 0 and time.monotonic() - begin < BUDGET_S
-        entry: dict[str, Any] = {
-            "observation": guarded(lambda: msgspec.to_builtins(backend.observe(device))),  # noqa: B023
-            "fabric": guarded(lambda: fabric_of(gpu)._asdict()),  # noqa: B023
-            "facts": guarded(lambda: msgspec.to_builtins(backend.facts(device))),  # noqa: B023
-            "memory_limits": guarded(lambda: memory_limits(backend, gpu)),  # noqa: B023
-        }
-        if full:  # the costs of one GPU stand for its like
-            entry["costs"] = guarded(lambda: list(costs(gpu, 200)))  # noqa: B023
-            entry["fields"] = guarded(lambda: renewals(gpu, seconds))  # noqa: B023
-            entry["activity"] = guarded(lambda: activity(backend, gpu, seconds))  # noqa: B023
-        document["gpus"].append(entry)
+        document["gpus"].append(_gpu(backend, device, clock, seconds if number == 0 else 0, proc))
     document["took_s"] = round(time.monotonic() - begin, 1)
+    document["stuck"] = clock.stuck
     return document
+
+
+def _gpu(
+    backend: NvidiaBackend, device: DeviceId, clock: Clock, seconds: float, proc: Path
+) -> dict[str, Any]:
+    """Return what one GPU showed; the costs of one stand for its like (`seconds` 0: left out)."""
+    gpu = backend._gpu(device)
+    sections: dict[str, Callable[[], Any]] = {
+        "observation": lambda: msgspec.to_builtins(backend.observe(device)),
+        "fabric": lambda: fabric_of(gpu)._asdict(),
+        "facts": lambda: msgspec.to_builtins(backend.facts(device)),
+        "processes": lambda: attribution(gpu, proc),
+        "memory_limits": lambda: memory_limits(backend, gpu),
+    }
+    if seconds:
+        sections |= {
+            "costs": lambda: list(costs(gpu, 200)),
+            "gpm": lambda: gpm(backend, gpu),
+            "fields": lambda: renewals(gpu, seconds),
+            "activity": lambda: activity(backend, gpu, seconds),
+        }
+    before = clock.stuck
+    entry: dict[str, Any] = {"id": device}
+    for name, section in sections.items():
+        waits = clock.stuck > before  # a GPU that hung once is not asked again
+        entry[name] = {"refused": "the GPU hangs"} if waits else clock.guarded(section)
+    return entry
 
 
 def main(arguments: list[str] | None = None, options: dict[str, Any] | None = None) -> int:
@@ -280,10 +398,12 @@ def main(arguments: list[str] | None = None, options: dict[str, Any] | None = No
     parser.add_argument("--seconds", type=float, default=20.0, help="of each watched section")
     parser.add_argument("--library", default="", help="path of libnvidia-ml.so.1")
     given = parser.parse_args(arguments)
-    backend = open_backend(options or {"library": given.library})
-    try:
-        document = measured(backend, min(given.seconds, 60.0))
-    finally:
+    opened = options or {"library": given.library}
+    backend = open_backend(opened)
+    root = opened.get("root")
+    proc = Path(root if isinstance(root, str) else "/") / "proc"
+    document = measured(backend, min(given.seconds, SECTION_S / 2), proc)
+    if not document.get("stuck"):  # one that hangs holds what closing would wait for
         backend.close()
     text = json.dumps(document, indent=1, default=str) + "\n"
     if given.json:
