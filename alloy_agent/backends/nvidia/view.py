@@ -56,6 +56,8 @@ RECOVERY: Final[dict[int, str]] = {
     3: "drain peer-to-peer traffic",
     4: "drain the GPU, then reset it",
     5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "restart the system",
 }
 
 
