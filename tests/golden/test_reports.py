@@ -227,12 +227,59 @@ SARIF: dict[str, Any] = {
 }
 
 
+# The names that SARIF 2.1.0 has for what we write (sections 3.13 to 3.52): it allows no others, so
+# a slip in one makes the log invalid.
+SARIF_NAMES: dict[str, set[str]] = {
+    "log": {"$schema", "version", "runs", "inlineExternalProperties", "properties"},
+    "run": {
+        "tool", "invocations", "conversion", "language", "versionControlProvenance",
+        "originalUriBaseIds", "artifacts", "logicalLocations", "graphs", "results",
+        "automationDetails", "runAggregates", "baselineGuid", "redactionTokens",
+        "defaultEncoding", "defaultSourceLanguage", "newlineSequences", "columnKind",
+        "properties",
+    },
+    "driver": {
+        "guid", "name", "organization", "product", "fullName", "version", "semanticVersion",
+        "informationUri", "downloadUri", "rules", "notifications", "taxa", "properties",
+        "shortDescription", "fullDescription", "releaseDateUtc", "language",
+    },
+    "rule": {
+        "id", "guid", "name", "shortDescription", "fullDescription", "messageStrings",
+        "defaultConfiguration", "helpUri", "help", "relationships", "properties",
+        "deprecatedIds",
+    },
+    "result": {
+        "ruleId", "ruleIndex", "rule", "kind", "level", "message", "analysisTarget",
+        "locations", "guid", "correlationGuid", "occurrenceCount", "partialFingerprints",
+        "fingerprints", "relatedLocations", "suppressions", "baselineState", "rank",
+        "properties", "hostedViewerUri",
+    },
+    "location": {"id", "physicalLocation", "logicalLocations", "message", "properties"},
+    "logical": {"name", "index", "fullyQualifiedName", "decoratedName", "parentIndex", "kind"},
+}  # fmt: skip
+
+
+def _named(kind: str, *objects: dict[str, Any]) -> None:
+    for found in objects:
+        assert set(found) <= SARIF_NAMES[kind], (kind, set(found) - SARIF_NAMES[kind])
+
+
 def test_sarif() -> None:
     """The SARIF log is as approved and in the standard's shape; each result names its rule."""
     text = report.to_sarif(audited())
     compare("audit.sarif", text)
     document = json.loads(text)
     jsonschema.validate(document, SARIF)
+    _named("log", document)
+    _named("run", *document["runs"])
+    for one in document["runs"]:
+        _named("driver", one["tool"]["driver"])
+        _named("rule", *one["tool"]["driver"]["rules"])
+        _named("result", *one["results"])
+        places = [place for found in one["results"] for place in found["locations"]]
+        _named("location", *places)
+        _named("logical", *(logical for place in places for logical in place["logicalLocations"]))
+        assert all(one["tool"]["driver"]["rules"][r["ruleIndex"]] for r in one["results"])
     (run,) = document["runs"]
     rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     results = run["results"]
