@@ -35,8 +35,18 @@ from alloy_agent.kubernetes.api import ApiAccess, ApiClient, ApiError
 
 Document = dict[str, Any]
 
+# What is started goes when this process goes, however that ends.
+WITH_US: Final = ("/usr/bin/setpriv", "--pdeathsig", "KILL")
 READY_S: Final = 180.0
 PORTS: Final = range(21000, 30000)  # below the ports that the kernel hands out by itself
+# What schedules, and what it needs around it.
+NEEDED: Final = ("kube-scheduler", "kube-controller-manager")
+CONTROLLERS: Final = (
+    "serviceaccount-controller",
+    "resourceclaim-controller",
+    "device-taint-eviction-controller",
+    "garbage-collector-controller",
+)
 NO_SERVER: Final = "no kube-apiserver here: set KUBE_APISERVER to one, with etcd on the PATH"
 CORE: Final = {
     "Namespace": "namespaces", "Node": "nodes", "Pod": "pods", "Event": "events",
@@ -76,6 +86,8 @@ def missing(*names: str) -> str:
     """Return why tests with these programs cannot run here, or nothing."""
     if any(program(name) is None for name in ("kube-apiserver", "etcd")):
         return NO_SERVER
+    if not Path(WITH_US[0]).exists():
+        return f"{NO_SERVER} and {WITH_US[0]} (util-linux) beside it"
     absent = [name for name in names if program(name) is None]
     return f"no {', '.join(absent)} beside kube-apiserver or on the PATH" if absent else ""
 
@@ -285,7 +297,7 @@ class Cluster:
         self._started[name] = (arguments, environment)
         with (self.folder / f"{name}.log").open("ab") as log:
             self._running[name] = subprocess.Popen(
-                [str(found), *arguments],
+                [*WITH_US, str(found), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

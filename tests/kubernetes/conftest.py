@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubernetes.cluster import Cluster, missing
+from tests.kubernetes.cluster import CONTROLLERS, NEEDED, Cluster, missing
 from tests.kubernetes.installed import Installed
 
 
@@ -26,3 +26,14 @@ def control() -> Iterator[Cluster]:
 def installed(control: Cluster) -> Installed:
     """Return the control plane with what `deploy/daemonset/base` puts there, in force."""
     return Installed(control)
+
+
+@pytest.fixture(scope="session")
+def scheduled(installed: Installed) -> Installed:
+    """Return the installed control plane with scheduler and controllers at work."""
+    if missing(*NEEDED):
+        pytest.skip(missing(*NEEDED))
+    installed.cluster.start_controllers(*CONTROLLERS)
+    installed.cluster.start_scheduler()
+    installed.cluster.until(lambda: installed.cluster.get("ServiceAccount", "default"))
+    return installed

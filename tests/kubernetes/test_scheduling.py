@@ -20,19 +20,12 @@ from alloy_agent.kubernetes.api import ApiError
 from alloy_agent.kubernetes.offers import Offer, Pool, permitted, pool_of
 from alloy_agent.kubernetes.publishing import Publisher, Specs
 from alloy_agent.kubernetes.slices import Document, SliceOptions, Taint
-from tests.kubernetes.cluster import Cluster, missing
+from tests.kubernetes.cluster import CONTROLLERS, NEEDED, Cluster, missing
 from tests.kubernetes.installed import DRIVER, ROOT, Installed, base, documents
 
 pytestmark = pytest.mark.slow
 
 API = slices.API_VERSION
-NEEDED = ("kube-scheduler", "kube-controller-manager")
-CONTROLLERS = (
-    "serviceaccount-controller",
-    "resourceclaim-controller",
-    "device-taint-eviction-controller",
-    "garbage-collector-controller",
-)
 BOARDS = (
     "1xA100-SXM4-40GB",
     "1xA100-SXM4-80GB",
@@ -45,17 +38,6 @@ BOARDS = (
     "trn2.48xlarge",
     "inf2.48xlarge",
 )
-
-
-@pytest.fixture(scope="session")
-def scheduled(installed: Installed) -> Installed:
-    """Return the installed control plane with scheduler and controllers at work."""
-    if missing(*NEEDED):
-        pytest.skip(missing(*NEEDED))
-    installed.cluster.start_controllers(*CONTROLLERS)
-    installed.cluster.start_scheduler()
-    installed.cluster.until(lambda: installed.cluster.get("ServiceAccount", "default"))
-    return installed
 
 
 class Site:
