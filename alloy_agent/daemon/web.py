@@ -30,6 +30,7 @@ LOG = logging.getLogger(__name__)
 
 REQUEST_DEADLINE_S = 10.0
 MAX_REQUESTS = 16
+LOOK_AT_STOP_S = 0.5
 PATIENCE_S = 0.1  # a page takes milliseconds; what lasted longer may have to give way
 
 
@@ -184,7 +185,7 @@ class WebServer:
                 settings.tls_certificate_file, settings.tls_key_file, settings.client_ca_file
             )
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="http", daemon=True
+            target=self._server.serve_forever, args=(LOOK_AT_STOP_S,), name="http", daemon=True
         )
 
     def _secure(self, certificate: str, key: str, client_ca: str | None) -> None:

@@ -12,12 +12,9 @@ Headroom is a ratio: 1 minus the P95 of use. Temperature counts as fully left fr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from alloy_agent.model import Value
-
-if TYPE_CHECKING:
-    from alloy_agent.telemetry.window import Quantiles
 
 MARGIN_FULL_C: Final = 20.0
 MARGIN_RANGE_C: Final = 128.0
@@ -32,7 +29,6 @@ class Resource(NamedTuple):
     name: str
     limit: str = ""
     high: float = 1.0
-    margin: bool = False  # the signal tells what is left, not what is used
 
 
 RESOURCES: Final[dict[str, Resource]] = {
@@ -44,9 +40,7 @@ RESOURCES: Final[dict[str, Resource]] = {
     "alloy_device_memory_used_bytes": Resource("memory", limit="memory"),
     "alloy_device_power_watts": Resource("power", limit="alloy_device_power_limit_watts"),
     "alloy_device_link_active_ratio": Resource("link"),
-    "alloy_device_temperature_headroom_celsius": Resource(
-        "temperature", high=MARGIN_RANGE_C, margin=True
-    ),
+    "alloy_device_temperature_headroom_celsius": Resource("temperature", high=MARGIN_RANGE_C),
 }
 
 
@@ -67,13 +61,22 @@ class Headroom(Value, frozen=True, kw_only=True):
     absent: tuple[str, ...] = ()
 
 
-def left(resource: Resource, quantiles: Quantiles) -> float | None:
-    """Return what is left of one resource, 0 to 1; None where the window says nothing."""
-    if resource.margin:
-        margin = quantiles.p05
-        return None if margin is None else min(1.0, max(0.0, margin / MARGIN_FULL_C))
-    used = quantiles.p95
-    return None if used is None else min(1.0, max(0.0, 1.0 - used))
+USED_LEVEL: Final = 0.95
+LEVELS: Final = {"temperature": 0.05}  # resources whose signal tells what is left
+
+
+def left(resource: str, level: float | None) -> float | None:
+    """Return what is left of one resource, 0 to 1; None where the window says nothing.
+
+    Args:
+        resource: Its name.
+        level: The quantile `LEVELS` says (else `USED_LEVEL`) of the last minute.
+    """
+    if level is None:
+        return None
+    if resource in LEVELS:
+        return min(1.0, max(0.0, level / MARGIN_FULL_C))
+    return min(1.0, max(0.0, 1.0 - level))
 
 
 def together(

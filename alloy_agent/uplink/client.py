@@ -20,6 +20,7 @@ Rules that stay true in here:
 from __future__ import annotations
 
 import collections
+import importlib
 import logging
 import queue
 import random
@@ -52,6 +53,9 @@ MAX_REMEMBERED_BYTES: Final = 64 * 1024  # of one reply
 MAX_GARBAGE: Final = 100  # unreadable messages of one stream
 SAY_AGAIN_S: Final = 300.0
 UNACKNOWLEDGED_S: Final = 30.0
+IDLE_S: Final = 5.0
+LOOK_S: Final = 1.0
+GRPC_WAIT_S: Final = 5.0
 BOOKS: Final = codec.LEASE_COMMANDS | {"drain", "undrain", "set_rate_policy"}
 Emit = Callable[[pb.AgentMessage], None]
 
@@ -261,6 +265,7 @@ class Uplink:
         import grpc
 
         settings = self._settings
+        _wait_in_peace()
         options: list[tuple[str, int | str]] = list(keepalive.client_options())
         if self._tunnel is None:
             return grpc.insecure_channel(settings.address or "", options=options)
@@ -362,7 +367,7 @@ class Uplink:
         while not session.closed.is_set():
             message = self._mailbox.take(events, intervals_s)
             if message is None:
-                self._mailbox.wait(0.5)
+                self._mailbox.wait(IDLE_S)  # whoever ends the session wakes it
             else:
                 yield self._stamped(message)
 
@@ -588,13 +593,15 @@ class Uplink:
         """End streams that are silent or whose certificate was renewed; keep a pulse."""
         looked = tunnel.stamps(self._settings) if self._secure else ()
         pulse_s = 0.0
-        while not self._stop.wait(0.25):
+        pause_s = LOOK_S
+        while not self._stop.wait(pause_s):
             session = self._session
             if session is None or session.closed.is_set():
                 looked = tunnel.stamps(self._settings) if self._secure else ()
                 continue
             now_s = boottime_s()
             beat_s, silence_s = _beats(session)
+            pause_s = min(LOOK_S, beat_s / 4)
             if now_s - session.heard_s > silence_s and not session.held_up:
                 session.end(f"brain {self._settings.address}: silent for {silence_s:.0f} s")
             elif session.welcomed.is_set() and now_s - pulse_s >= beat_s:
@@ -633,6 +640,17 @@ class Uplink:
         if self._tunnel is not None:
             self._tunnel.reset()
         return seen
+
+
+def _wait_in_peace() -> None:
+    """Spare a thread that waits for the brain ten looks a second.
+
+    gRPC has every waiting thread wake that often so that the main thread can handle signals; here
+    the main thread never waits in gRPC. Source: grpc 1.85, `_common.wait`.
+    """
+    common: Any = importlib.import_module("grpc._common")
+    if hasattr(common, "MAXIMUM_WAIT_TIMEOUT"):
+        common.MAXIMUM_WAIT_TIMEOUT = GRPC_WAIT_S
 
 
 def check_settings(settings: BrainSettings) -> None:

@@ -177,6 +177,20 @@ class Block:
         """Return the newest value of a signal."""
         return self._floats[(self.count - 1) * self._words + 4 + slot]
 
+    def columns(self) -> tuple[list[float], list[float], list[float], list[float], bytes]:
+        """Return the newest frame's values, source times, read times, refresh periods, codes."""
+        start, slots = (self.count - 1) * self._stride, self.slots
+        at = (start + FRAME_HEADER_BYTES) >> 3
+        floats = cast("list[float]", self._floats[at : at + slots * 4].tolist())
+        codes = start + FRAME_HEADER_BYTES + slots * 32
+        return (
+            floats[:slots],
+            floats[slots : slots * 2],
+            floats[slots * 2 : slots * 3],
+            floats[slots * 3 :],
+            self._bytes[codes : codes + slots],
+        )
+
     def newest(self) -> Frame:
         """Return the newest frame with all its columns."""
         start, slots = (self.count - 1) * self._stride, self.slots

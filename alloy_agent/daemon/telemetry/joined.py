@@ -81,7 +81,7 @@ class Telemetry:
         self.book = HealthBook(self.lock, store, kernel_log, self._judge, hooks.health, hooks.gates)
         self.book.shadow = shadow
         self._snapshot: Snapshot | None = None
-        self._held: tuple[frozenset[object], frozenset[str]] = (frozenset(), frozenset())
+        self._held: tuple[object, ...] = ()
         self._taken_s = 0.0
 
     # --- what is known ---
@@ -148,9 +148,16 @@ class Telemetry:
         now = self.book.now()
         self._end_drains(now.now_s)
         with self.lock:
-            take = self._look_at(snapshot, now.now_s)
-            failure = _failure_of(lambda: self.ledger.saw(snapshot, leases, now.now_s, now.wall_s))
+            others = self._turn_to(snapshot)
+            take = others or now.now_s - self._taken_s >= TAKE_EVERY_S
+            failure = None
+            if others:
+                failure = _failure_of(
+                    lambda: self.ledger.saw(snapshot, leases, now.now_s, now.wall_s)
+                )
+                self._held = () if failure else self._held  # it is tried again
             if take:
+                self._taken_s = now.now_s
                 self._frames.take(self.workers, snapshot)
             frozen = frozenset(
                 str(device.id)
@@ -173,23 +180,23 @@ class Telemetry:
         if failure is not None:
             raise failure
 
-    def _look_at(self, snapshot: Snapshot, now_s: float) -> bool:
-        """Turn to a new snapshot; return whether it is time to take frames.
+    def _turn_to(self, snapshot: Snapshot) -> bool:
+        """Turn to a new snapshot; return whether somebody has come or gone.
 
-        Where somebody has come or gone, the frames until now are taken first, for whoever they
-        belong to: accounts are closed behind them.
+        If so, the frames until now are taken first, for whoever they belong to: accounts are
+        closed behind them.
         """
         before, self._snapshot = self._snapshot, snapshot
-        held = frozenset((str(p.id), p.generation, p.tenant) for p in snapshot.partitions)
-        subjects = frozenset(str(d.id) for d in snapshot.devices)
-        if (held, subjects) != self._held:
-            if before is not None:
-                self._frames.take(self.workers, before)
-            self._held = (held, subjects)
-            self._forget(snapshot)
-        elif now_s - self._taken_s < TAKE_EVERY_S:
+        held = (
+            tuple([(p.id, p.generation, p.tenant, p.occupants) for p in snapshot.partitions]),
+            tuple([device.id for device in snapshot.devices]),
+        )
+        if held == self._held:
             return False
-        self._taken_s = now_s
+        if before is not None:
+            self._frames.take(self.workers, before)
+        self._held = held
+        self._forget(snapshot)
         return True
 
     def _forget(self, snapshot: Snapshot) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from typing import Final
 
 from alloy_agent.telemetry import headroom
-from alloy_agent.telemetry.window import Quantiles, Windows
+from alloy_agent.telemetry.headroom import LEVELS, USED_LEVEL
+from alloy_agent.telemetry.window import MINUTE_S, SLICES, Quantiles, Windows
 
 HEADROOM: Final = "alloy_partition_headroom_p95_ratio"
 
@@ -19,6 +20,7 @@ class Load:
     def __init__(self) -> None:
         self.windows: dict[Key, dict[str, Windows]] = {}
         self.headrooms: dict[Key, headroom.Headroom] = {}
+        self._settled = -1  # the last slice that was open when windows were settled
         self._short: dict[tuple[Key, str], Quantiles] = {}
 
     def windows_of(self, key: Key, resource: headroom.Resource) -> Windows:
@@ -40,21 +42,26 @@ class Load:
     def weigh(self, now_s: float) -> None:
         """Work out the headroom of everything; of a partition, within that of its device."""
         left: dict[Key, dict[str, float | None]] = {}
+        number = int(now_s // (MINUTE_S / SLICES))
+        settle, self._settled = number != self._settled, number
         for key, table in self.windows.items():
             ratios: dict[str, float | None] = {}
             for name, windows in table.items():
-                windows.settle(now_s)
-                found = windows.minute.quantiles(now_s, windows.period_s or 1.0)
-                ratios[name] = headroom.left(MARGIN if name == "temperature" else USE, found)
-                if found.p95 is None:
-                    self._short[key, name] = found
-                else:
+                if settle:
+                    windows.settle(now_s)
+                period_s = windows.period_s or 1.0
+                level = windows.minute.level(now_s, period_s, LEVELS.get(name, USED_LEVEL))
+                ratios[name] = headroom.left(name, level)
+                if level is None:
+                    self._short[key, name] = windows.minute.quantiles(now_s, period_s)
+                elif self._short:
                     self._short.pop((key, name), None)
             left[key] = ratios
         for key, ratios in left.items():
             device, inside, _ = key[0].partition("/")
-            of_device = left.get((device, 0)) if inside else None
-            self.headrooms[key] = headroom.together(ratios, of_device)
+            self.headrooms[key] = headroom.together(
+                ratios, left.get((device, 0)) if inside else None
+            )
 
     def quantiles(self, now_s: float) -> list[tuple[Key, str, Quantiles]]:
         """Return the quantiles of every window, of the minute and of the quarter hour."""
@@ -72,7 +79,3 @@ class Load:
     def coverages(self) -> list[tuple[Key, str, Quantiles]]:
         """Return the minute's quantiles of every window whose coverage is short."""
         return [(key, name, found) for (key, name), found in self._short.items()]
-
-
-USE: Final = headroom.Resource("use")
-MARGIN: Final = headroom.Resource("margin", margin=True)

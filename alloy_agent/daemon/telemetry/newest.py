@@ -23,7 +23,7 @@ from alloy_agent.worker.ring import NEVER
 if TYPE_CHECKING:
     from alloy_agent.model import SignalSpec
     from alloy_agent.worker import Worker
-    from alloy_agent.worker.ring import Frame, PageReader
+    from alloy_agent.worker.ring import PageReader
 
 NAN: Final = math.nan
 # Codes of quality are those of `ring.QUALITIES`, by their order, and one more.
@@ -31,6 +31,9 @@ DOUBTED: Final = 254
 VALUE, NOT_SUPPORTED, NOT_PERMITTED, STALE = range(4)
 STALE_FLOOR_S: Final = 0.25
 STALE_PERIODS: Final = 3.0
+
+
+Columns = tuple[list[float], list[float], list[float], bytes]
 
 
 class _Page:
@@ -44,7 +47,12 @@ class _Page:
         self.highs = [can.high for can in self.can]
         self.never = frozenset().union(*(can.never for can in self.can))
         count = len(reader.specs)
-        self.nothing = ([NAN] * count, [0.0] * count, [NAN] * count, bytes([NEVER]) * count)
+        self.nothing: Columns = (
+            [NAN] * count,
+            [0.0] * count,
+            [NAN] * count,
+            bytes([NEVER]) * count,
+        )
 
 
 class Newest:
@@ -101,46 +109,46 @@ class Newest:
         return max(signals.AGE_PERIODS * refresh_s, signals.AGE_FLOOR_S)
 
 
-def _columns(page: _Page, now_s: float) -> tuple[list[float], list[float], list[float], bytes]:
+def _columns(page: _Page, now_s: float) -> Columns:
     """Return one page's values, times, refresh periods and codes."""
     block = page.reader.newest()
     if block is None or not block.slots:
         return page.nothing
-    frame = block.newest()
-    limit_s = max(STALE_PERIODS * page.worker.period_s(), STALE_FLOOR_S)
-    reads_s = frame.read_times_s
-    times_s = [
-        (0.0 if read_s != read_s else read_s) if source_s != source_s else source_s  # noqa: PLR0124 - NaN
-        for source_s, read_s in zip(frame.source_times_s, reads_s, strict=True)
-    ]
-    values = list(frame.values)
+    values, sources_s, reads_s, refresh_s, codes = block.columns()
+    times_s = reads_s
+    if not all(map(math.isnan, sources_s)):
+        times_s = [
+            read_s if math.isnan(source_s) else source_s
+            for source_s, read_s in zip(sources_s, reads_s, strict=True)
+        ]
+    oldest_s = now_s - max(STALE_PERIODS * page.worker.period_s(), STALE_FLOOR_S)
     if (
-        now_s - reads_s[0] <= limit_s
+        reads_s[0] >= oldest_s
         and reads_s.count(reads_s[0]) == len(reads_s)
-        and not any(frame.qualities)
+        and not any(codes)
         and all(map(le, page.lows, values))
         and all(map(le, values, page.highs))
         and page.never.isdisjoint(values)
     ):
-        return values, times_s, list(frame.refresh_periods_s), frame.qualities
-    codes = _judged(page, frame, values, now_s - limit_s)
-    return values, times_s, list(frame.refresh_periods_s), codes
+        return values, times_s, refresh_s, codes
+    codes = _judged(page, values, reads_s, codes, oldest_s)
+    return values, [0.0 if math.isnan(one) else one for one in times_s], refresh_s, codes
 
 
-def _judged(page: _Page, frame: Frame, values: list[float], oldest_s: float) -> bytes:
+def _judged(
+    page: _Page, values: list[float], reads_s: list[float], codes: bytes, oldest_s: float
+) -> bytes:
     """Return the codes of a page where not all is well; takes numbers away that cannot be."""
-    codes = bytearray(frame.qualities)
-    for slot, (code, value, can) in enumerate(
-        zip(frame.qualities, frame.values, page.can, strict=True)
-    ):
+    judged = bytearray(codes)
+    for slot, (code, value, can) in enumerate(zip(codes, tuple(values), page.can, strict=True)):
         if code not in {VALUE, STALE}:
             values[slot] = NAN
         elif not math.isfinite(value):
             values[slot] = NAN
-            codes[slot] = NOT_SUPPORTED if code == VALUE else code
+            judged[slot] = NOT_SUPPORTED if code == VALUE else code
         elif not can.low <= value <= can.high or value in can.never:
             values[slot] = NAN
-            codes[slot] = DOUBTED
-        elif code == VALUE and frame.read_times_s[slot] < oldest_s:
-            codes[slot] = STALE
-    return bytes(codes)
+            judged[slot] = DOUBTED
+        elif code == VALUE and reads_s[slot] < oldest_s:
+            judged[slot] = STALE
+    return bytes(judged)
