@@ -29,6 +29,7 @@ from alloy_agent.host.clock import boottime_s
 START_S: Final = 60.0  # a busy host takes its time to start an interpreter
 ANSWER_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.05
+SOCKET_PATH_BYTES: Final = 107  # Source: unix(7), sun_path
 START_AGAIN_S: Final = 5.0
 OWN_GROUP: Final = "alloy-share"  # of the v2 tree: cgroups that are made for tenants
 
@@ -37,11 +38,14 @@ def folder_of(root: Path, device: str) -> Path:
     """Return the folder of a shared device.
 
     Raises:
-        ConfigError: The name cannot be one of a device.
+        ConfigError: The name cannot be one of a device, or the folder is too deep for sockets.
     """
     if not device or "/" in device or device.startswith(".") or len(device) > 128:
         raise ConfigError(f"{device!r} is no device", cure="see `alloy-agent devices`")
-    return root / device
+    folder = root / device
+    if len(os.fsencode(folder / "keeper.sock")) > SOCKET_PATH_BYTES:
+        raise ConfigError(f"{folder}: too long for a socket", cure="set a shorter socket_path")
+    return folder
 
 
 def ask(folder: Path, request: Request) -> Answer:
