@@ -21,6 +21,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from alloy_agent.model import Quality, Scope, Signal, Snapshot
+from alloy_agent.daemon import shareviews
 from alloy_agent.telemetry import catalogue, dcgm, exposition, gates, health, metrics
 from alloy_agent.telemetry.exposition import Family
 from alloy_agent.telemetry.metrics import MetricsPage
@@ -204,7 +205,7 @@ def test_dcgms_names_have_its_units() -> None:
 
 def _known_names() -> set[str]:
     """Return every name that a page can have, from the sources that make them."""
-    made = Path(metrics.__file__).read_text() + Path(exposition.__file__).read_text()
+    made = "".join(Path(m.__file__).read_text() for m in (metrics, exposition, shareviews))
     names = set(re.findall(r'"(alloy_[a-z0-9_]+)"', made))
     names |= {f"alloy_agent_{n}" for n in re.findall(r'\("([a-z_]+)", "[A-Z][^"]+", "', made)}
     from alloy_agent.backends.fake import sampling
