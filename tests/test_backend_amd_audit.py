@@ -410,3 +410,30 @@ def ways_of(backend: AmdBackend) -> set[str]:
     """Return the ways for which the first device states a limit."""
     device = backend.observe(backend.discover()[0]).device
     return {limit.way for limit in device.tier_limits}
+
+
+# --- clean partitions ---
+
+
+def test_partitions_are_cleaned_after_each_cut_and_judged(tmp_path: Path) -> None:
+    """With isolation asked for, every partition is cleaned after a cut; a cut by others is not."""
+    tree, backend = cut(tmp_path, "CPX", process_isolation=True)
+    device = backend.discover()[0]
+    assert tree.cleaned == [(device, number) for number in range(8)]
+    assert {judgements(r)["CPX-05"].verdict for r in audited(backend)} == {Verdict.PASS}
+    gpu = tree.machine.amd(tree.machine.state.devices[0].id)
+    gpu.set_compute_mode("DPX")
+    gpu.set_isolation([1, 1])
+    assert {judgements(r)["CPX-05"].verdict for r in audited(backend)} == {Verdict.FAIL}
+
+
+def test_without_a_cleaner_or_the_wish_the_residue_stays_open(tmp_path: Path) -> None:
+    """A driver that cannot clean, and an operator who did not ask, are no failure."""
+    tree, backend = cut(tmp_path, "DPX")
+    assert tree.cleaned == []
+    report = audited(backend)[0]
+    assert judgements(report)["CPX-05"].verdict is Verdict.NOT_APPLICABLE
+    assert "RC-LDS" in report.residual
+    tree.odd.cleaner = False
+    (tree.pci(backend.discover()[0]) / "run_cleaner_shader").unlink()
+    assert "cannot clean" in judgements(audited(backend)[0])["CPX-05"].reason

@@ -64,6 +64,7 @@ class Oddities:
         busy_writes: How many mode writes are refused as busy before one is taken.
         gpu_ids: Whether nodes have a `gpu_id` file.
         v1_rules: Whether tenants are in a v1 devices cgroup.
+        cleaner: Whether the driver can run its cleaner shader on demand.
         on_read: Called with each path before it is read.
     """
 
@@ -79,6 +80,7 @@ class Oddities:
     busy_writes: int = 0
     gpu_ids: bool = True
     v1_rules: bool = True
+    cleaner: bool = True
     on_read: Callable[[str], None] | None = None
 
 
@@ -92,6 +94,7 @@ class Tree:
     comms: dict[int, bytes] = field(default_factory=dict)
     environs: dict[int, dict[str, str]] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)  # v2 cgroups of processes
+    cleaned: list[tuple[str, int]] = field(default_factory=list)  # device and partition, in order
     rules: dict[int, list[str]] = field(default_factory=dict)
     mqds: str | None = None
     errors: dict[str, dict[str, int]] = field(default_factory=dict)  # block to ce, ue, de
@@ -286,6 +289,8 @@ class Tree:
         self._put(pci / "current_memory_partition", state.memory_mode)
         self._put(pci / "available_memory_partition", ", ".join(board.memory_modes))
         self._put(pci / "enforce_isolation", " ".join(str(value) for value in state.isolation))
+        if self.odd.cleaner:
+            self._put(pci / "run_cleaner_shader", "")
 
     def _node(self, node: Path, state: DeviceState, board: AmdBoard, piece: XcdPartition) -> None:
         _, bus, rest = state.bus.split(":")
@@ -474,6 +479,10 @@ class TreeFiles(Files):
                 gpu.request_memory_mode(text)
             elif name == "enforce_isolation":
                 gpu.set_isolation([int(word) for word in text.split()])
+            elif name == "run_cleaner_shader" and self._tree.odd.cleaner:
+                if int(text) >= len(self._tree.machine.amd_partitions(state)):
+                    raise OSError(errno.EINVAL, "Invalid argument", path)
+                self._tree.cleaned.append((self._tree.id_of(state), int(text)))
             else:
                 raise OSError(errno.EACCES, "Permission denied", path)
 

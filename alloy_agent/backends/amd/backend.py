@@ -368,6 +368,36 @@ class AmdBackend:
                 "process_isolation_failed",
                 extra={"device": sight.id, "wanted": wanted, "reason": error.strerror},
             )
+        if wanted:
+            self._clean(sight)
+
+    def _clean(self, sight: Sight) -> None:
+        """Run the cleaner shader on every partition, and note on which it ran.
+
+        It clears what a tenant of before left in local memory and registers; nobody is on a device
+        that has just been cut. Source: kernel amdgpu_gfx.c, `run_cleaner_shader`.
+        """
+        path = f"{self.roots.pci(sight.bus)}/run_cleaner_shader"
+        cleaned = []
+        for node in sight.nodes if self.files.there(path) else ():
+            try:
+                self.files.write(path, str(node.partition))
+            except OSError as error:
+                log.warning(
+                    "cleaner_shader_failed",
+                    extra={
+                        "device": sight.id,
+                        "partition": node.partition,
+                        "reason": error.strerror,
+                    },
+                )
+            else:
+                cleaned.append(node.partition)
+
+        def edit(entry: DeviceEntry, _notes: Notes) -> None:
+            entry.cleaned, entry.cleaned_cut = cleaned, entry.cuts
+
+        self._ledger.change(sight.id, edit)
 
     def _ask_memory(self, sight: Sight, wanted: str) -> None:
         """Ask every member of the hive; take it back where it was asked if one refuses."""

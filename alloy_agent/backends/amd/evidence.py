@@ -84,7 +84,8 @@ class Collector:
                 self._plan(partition, partitions)
                 self._masks(partition, self._bearers(partition, partitions, inside), masks)
             elif device.modes:
-                self._add(partition.id, "amd.partition", self._amd(sight, partition), "sysfs, KFD")
+                value = self._amd(sight, partition, noted)
+                self._add(partition.id, "amd.partition", value, "sysfs, KFD")
         return tuple(self._found)
 
     def _places(self, sight: Sight, partitions: tuple[Partition, ...]) -> dict[int, str]:
@@ -209,7 +210,7 @@ class Collector:
         }
         self._add(partition.id, "partition.memory", memory, "mem_banks; kfd/proc/*/vram_*")
 
-    def _amd(self, sight: Sight, partition: Partition) -> Json:
+    def _amd(self, sight: Sight, partition: Partition, noted: DeviceEntry) -> Json:
         isolation = self._isolation(sight)
         number = int(partition.locator["xcp"])
         told = isolation is not None and number < len(isolation)
@@ -221,7 +222,14 @@ class Collector:
             "render_node": f"renderD{partition.locator['render_minor']}",
             "memory_domains": memory_domains(sight.modes.memory),
             "isolation": bool(isolation[number]) if isolation is not None and told else None,
+            "cleaned": self._cleaned(sight, number, noted),
         }
+
+    def _cleaned(self, sight: Sight, number: int, noted: DeviceEntry) -> bool | None:
+        """Return whether a partition was cleaned since the cut; None: the driver cannot clean."""
+        if not self._files.there(f"{self._roots.pci(sight.bus)}/run_cleaner_shader"):
+            return None
+        return noted.cleaned_cut == noted.cuts and number in noted.cleaned
 
     def _fence(
         self, partition: Partition, inside: Sequence[KfdProcess], fences: fence.Fences

@@ -54,6 +54,8 @@ class DeviceEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cuts: int = 0
     memory_requested: str = ""
     requested_epoch: str = ""
+    cleaned: list[int] = []  # partitions that the cleaner shader ran on
+    cleaned_cut: int = -1  # at which count of cuts that was
     shares: list[ShareEntry] = []
 
 

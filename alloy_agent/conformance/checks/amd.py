@@ -1,4 +1,4 @@
-"""CU-* and KFD-01: CU masks, and processes of nobody, on AMD devices.
+"""CU-*, KFD-01 and CPX-05: CU masks, processes of nobody, and clean partitions, on AMD devices.
 
 A CU mask is soft, always: the environment is in the tenant's hands, and there are four ways out
 (not set, malformed, skipped at start, or a queue made past the runtime). What is looked at from
@@ -17,10 +17,11 @@ from alloy_agent.conformance.checks.base import (
     counted,
     failed,
     named,
+    not_applicable,
     passed,
 )
-from alloy_agent.conformance.checks.shapes import ClientFact, MaskFact, MaskPlanFact
-from alloy_agent.model import Device, Partition, Share, Tier, Vendor, Verdict
+from alloy_agent.conformance.checks.shapes import AmdFact, ClientFact, MaskFact, MaskPlanFact
+from alloy_agent.model import Device, Partition, Scheme, Share, Tier, Vendor, Verdict
 
 SOFT = (Tier.SOFT,)
 # A word of a mask in which every CU is let in. Source: kernel v9_mqd, as set when it is made.
@@ -113,6 +114,22 @@ def _unsaid(case: Case) -> str:
     return "" if case.intent.grants else "nobody told this agent who was granted what"
 
 
+def _cut_piece(partition: Partition, device: Device) -> bool:
+    return _piece(partition, device) and device.scheme is Scheme.MODES
+
+
+def _cleaned(case: Case) -> Outcome:
+    shown = case.get("amd.partition", AmdFact)
+    expected = "cleaned since the device was cut"
+    if shown.cleaned is None:
+        return not_applicable("the driver cannot clean on demand, so RC-LDS stays open")
+    if shown.cleaned:
+        return passed(expected, "the cleaner shader ran on it")
+    if shown.isolation:
+        return failed(expected, "the cleaner shader did not run, or somebody cut the device since")
+    return not_applicable("process isolation is not asked for, so RC-LDS stays open")
+
+
 MASKS = Need(name="amd.cu_masks", shape=tuple[MaskFact, ...])
 
 CHECKS: tuple[Check, ...] = (
@@ -165,5 +182,15 @@ CHECKS: tuple[Check, ...] = (
         supports=ENFORCED,
         required_for=ENFORCED,
         proves=False,
+    ),
+    Check(
+        id="CPX-05",
+        claim="What a tenant of before left in the partition was cleared when the device was cut.",
+        applies=_cut_piece,
+        needs=(Need(name="amd.partition", shape=AmdFact),),
+        judge=_cleaned,
+        proves=False,
+        supports=ENFORCED,
+        required_for=(),
     ),
 )

@@ -147,6 +147,7 @@ class AmdFact(Shape, frozen=True, kw_only=True):
     render_node: str = ""
     memory_domains: int = 0
     isolation: bool | None = None
+    cleaned: bool | None = None  # by the cleaner shader since the device was cut
 
 
 class MaskPlanFact(Shape, frozen=True, kw_only=True):
