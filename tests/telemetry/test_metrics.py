@@ -20,8 +20,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from alloy_agent.model import Quality, Scope, Signal, Snapshot
 from alloy_agent.daemon import shareviews
+from alloy_agent.model import Quality, Scope, Signal, Snapshot
 from alloy_agent.telemetry import catalogue, dcgm, exposition, gates, health, metrics
 from alloy_agent.telemetry.exposition import Family
 from alloy_agent.telemetry.metrics import MetricsPage
