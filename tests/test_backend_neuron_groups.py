@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +13,13 @@ import pytest
 
 from alloy_agent.backends.neuron import NeuronBackend
 from alloy_agent.conformance.checks import Grant, Intent
-from alloy_agent.errors import ConfigError, PlanImpossibleError, UnsupportedError
-from alloy_agent.model import DeviceId, Partition, PartitionReport, TenantId, Tier, Verdict
+from alloy_agent.errors import (
+    ConfigError,
+    DeviceBusyError,
+    PlanImpossibleError,
+    UnsupportedError,
+)
+from alloy_agent.model import Destroy, DeviceId, Partition, PartitionReport, TenantId, Tier, Verdict
 from alloy_agent.planner.names import find_group
 from tests.fakes.neuron import MAJOR, FakeNeuronHost
 from tests.test_backend_neuron import (
@@ -190,3 +198,41 @@ def test_a_group_tag_of_ones_own_making_is_nobodys(opened: Opened) -> None:
     for device in devices:
         (report,) = audit(backend, device).values()
         assert verdict(report, "NRN-04").verdict is Verdict.FAIL
+
+
+LOCKS = """
+import fcntl, os, signal, sys
+held = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(held, fcntl.LOCK_EX)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lock_that_the_dead_left_behind_holds_nobody_up(opened: Opened) -> None:
+    """The record's lock goes with its holder, however it died: the next grant is made at once."""
+    host = opened.host("trn1.2xlarge")
+    backend = opened.backend(host)
+    (device,) = backend.discover()
+    host.state_dir.mkdir(exist_ok=True)
+    lock = host.state_dir / "neuron.lock"
+    done = subprocess.run([sys.executable, "-c", LOCKS, str(lock)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert lock.exists()
+    backend.apply(create(device, 0, 2))
+    assert len(backend.observe(device).partitions) == 1
+
+
+def test_a_control_descriptor_that_outlives_its_tenant_keeps_the_cores(opened: Opened) -> None:
+    """A process that dies but for its reservation still holds the cores, and they are not lent."""
+    host = opened.host("trn1.2xlarge")
+    backend = opened.backend(host)
+    (device,) = backend.discover()
+    backend.apply(create(device, 0, 2))
+    (partition,) = backend.observe(device).partitions
+    host.start(4242, 0, (), environ=partition.access.environment, modes=(os.O_WRONLY,))
+    step = Destroy(device=device, partition=partition)
+    with pytest.raises(DeviceBusyError, match="pid 4242"):
+        backend.apply(step)
+    host.end(4242)
+    backend.apply(step)
+    assert not backend.observe(device).partitions
