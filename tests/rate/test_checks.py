@@ -19,6 +19,7 @@ from alloy_agent.model import (
     Scheme,
     Share,
     Snapshot,
+    TenantId,
     Vendor,
     Verdict,
 )
@@ -39,6 +40,7 @@ PIECE = Partition(
     placement=Placement(start=0, size=1),
     incarnation="1",
     share=Share.OPPORTUNISTIC,
+    tenant=TenantId("n"),
 )
 SOUND: dict[str, Any] = {"launched": 1000, "witnessed": 1010}
 
@@ -83,6 +85,7 @@ def test_a_blind_loop_fails() -> None:
         ("BYP-02", {"witnessed": 0}),
         ("BYP-03", {"unmapped_pids": [7]}),
         ("BYP-04", {"static_pids": [7]}),
+        ("BYP-05", {"foreign_pids": [7]}),
     ],
 )
 def test_each_way_around_the_gate_fails_its_check(check: str, change: dict[str, Any]) -> None:
