@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from alloy_agent.model import Value
-from alloy_agent.telemetry.metering import SPLIT_METHOD, UsageRow
+import msgspec
 
-NS_PER_HOUR: Final = 3600 * 1_000_000_000
+from alloy_agent.model import Value
+from alloy_agent.telemetry.metering import NS, SPLIT_METHOD, UsageRow
+
+NS_PER_HOUR: Final = 3600 * NS
 LIMITS: Final = (
     "active is an estimate between samples; time that nobody measured is unobserved, not idle",
     "energy of a partition is the device's counter split by active share",
@@ -112,13 +114,15 @@ def focus_row(row: UsageRow, node: str) -> dict[str, Any]:
         "AvailabilityZone": node,
         "SubAccountId": row.tenant if piece else "",
         "SubAccountName": row.tenant if piece else "",
+        "Tags": _tags(row),
         "AllocatedMethodId": SPLIT_METHOD if piece and row.energy_j is not None else "",
         "AllocatedMethodDetails": LIMITS[1] if piece and row.energy_j is not None else "",
         "AllocatedResourceId": row.device if piece and row.energy_j is not None else "",
-        "x_AllocatedSeconds": f"{row.allocated_ns / 1e9:.9f}",
-        "x_UsedSeconds": f"{row.active_ns / 1e9:.9f}",
-        "x_IdleSeconds": f"{row.idle_ns / 1e9:.9f}",
-        "x_UnobservedSeconds": f"{row.unobserved_ns / 1e9:.9f}",
+        "AllocatedResourceName": row.device if piece and row.energy_j is not None else "",
+        "x_AllocatedSeconds": _seconds(row.allocated_ns),
+        "x_UsedSeconds": _seconds(row.active_ns),
+        "x_IdleSeconds": _seconds(row.idle_ns),
+        "x_UnobservedSeconds": _seconds(row.unobserved_ns),
         "x_ComputeShare": "" if row.compute_share is None else f"{row.compute_share:.6g}",
         "x_MemoryShare": "" if row.memory_share is None else f"{row.memory_share:.6g}",
         "x_EnergyJoulesEstimated": "" if row.energy_j is None else f"{row.energy_j:.6g}",
@@ -127,6 +131,19 @@ def focus_row(row: UsageRow, node: str) -> dict[str, Any]:
         "x_Final": str(row.final).lower(),
         "x_Serial": row.serial,
     }
+
+
+def _seconds(ns: int) -> str:
+    """Return nanoseconds as seconds, to the last digit: columns add up as the rows do."""
+    return f"{ns // NS}.{ns % NS:09d}"
+
+
+def _tags(row: UsageRow) -> str:
+    """Return what else is known of a row as a JSON object, as FOCUS has it."""
+    tags = {"device": row.device, "lease": row.lease}
+    if row.partition:
+        tags |= {"generation": str(row.generation), "note": row.note}
+    return msgspec.json.encode({key: value for key, value in tags.items() if value}).decode()
 
 
 def _description(row: UsageRow) -> str:
