@@ -9,6 +9,7 @@ import pytest
 
 from alloy_agent.backends.nvidia.signals import CALLS_MAX, CHECK_S, Sampler, specs_of
 from alloy_agent.config import Settings
+from alloy_agent.model import Quality
 from tests.fakes.nvml.host import NvidiaHost, Sink
 from tests.test_backend_nvidia import ACTIVE, hosted
 
@@ -109,3 +110,22 @@ def test_the_setting_reaches_the_backend(tmp_path: Path) -> None:
     host = NvidiaHost(tmp_path, "1xH100-SXM5-80GB")
     host.options["calls_per_tick"] = 24
     assert host.open().calls_max == 24
+
+
+def test_links_are_counted_in_bytes_and_a_gpu_without_has_none(tmp_path: Path) -> None:
+    """Sent and received data of all links in bytes, errors of all kinds in one; else absent."""
+    host, ident = hosted(tmp_path)
+    found = host.sampled(ident)
+    sent, received, errors = (
+        found[f"alloy_device_nvlink_{name}_total", ident]
+        for name in ("sent_bytes", "received_bytes", "errors")
+    )
+    assert (sent[1], received[1], errors[:2]) == (
+        Quality.VALUE,
+        Quality.VALUE,
+        (8.0, Quality.VALUE),
+    )
+    assert sent[0] == pytest.approx(2 * received[0], rel=0.01)
+    plain, ident = hosted(tmp_path / "plain", "1xA30-24GB")
+    qualities = {value[1] for (name, _), value in plain.sampled(ident).items() if "nvlink" in name}
+    assert qualities == {Quality.NOT_SUPPORTED}

@@ -58,19 +58,29 @@ ECC_CORRECTED_AGGREGATE: Final = 5
 ECC_UNCORRECTED_AGGREGATE: Final = 6
 PCIE_REPLAY: Final = 94
 RECOVERY: Final = 230
+NVLINK_SENT: Final = 138  # KiB of data
+NVLINK_RECEIVED: Final = 139
+NVLINK_ERRORS: Final = (38, 45, 52, 59)  # CRC of flits and of data, replays, recoveries
+ALL_LINKS: Final = 0xFFFFFFFF  # as a field's scope
+KIB: Final = 1024
 # Pairs of field and scope: to the binding a bare number is an exception caught for each field.
 FAST: Final = tuple((field, 0) for field in (ENERGY, POWER, *THROTTLES))
-SLOW: Final = tuple(
-    (field, 0)
-    for field in (
-        ECC_CORRECTED,
-        ECC_UNCORRECTED,
-        ECC_CORRECTED_AGGREGATE,
-        ECC_UNCORRECTED_AGGREGATE,
-        PCIE_REPLAY,
-        RECOVERY,
-        POWER_LIMIT,
-    )
+SLOW: Final = (
+    *(
+        (field, 0)
+        for field in (
+            ECC_CORRECTED,
+            ECC_UNCORRECTED,
+            ECC_CORRECTED_AGGREGATE,
+            ECC_UNCORRECTED_AGGREGATE,
+            PCIE_REPLAY,
+            RECOVERY,
+            POWER_LIMIT,
+            *NVLINK_ERRORS,
+        )
+    ),
+    (NVLINK_SENT, ALL_LINKS),
+    (NVLINK_RECEIVED, ALL_LINKS),
 )
 
 # name, unit, counter, period
@@ -85,6 +95,9 @@ _DEVICE: Final = (
     ("alloy_device_pcie_replays_total", "replays", True, SLOW_PERIOD_S),
     ("alloy_device_recovery_action", "action", False, SLOW_PERIOD_S),
     ("alloy_device_power_limit_watts", "watts", False, SLOW_PERIOD_S),
+    ("alloy_device_nvlink_sent_bytes_total", "bytes", True, SLOW_PERIOD_S),
+    ("alloy_device_nvlink_received_bytes_total", "bytes", True, SLOW_PERIOD_S),
+    ("alloy_device_nvlink_errors_total", "errors", True, SLOW_PERIOD_S),
 )
 _PARTITION: Final = (
     ("alloy_partition_compute_active_ratio", "ratio", False, GPM_PERIOD_S),
@@ -92,6 +105,7 @@ _PARTITION: Final = (
     ("alloy_partition_memory_bandwidth_active_ratio", "ratio", False, GPM_PERIOD_S),
 )
 _MEMORY, _POWER, _ENERGY, _HEADROOM, _THROTTLE, _ECC_C, _ECC_U, _REPLAY, _ACTION, _CAP = range(10)
+_SENT, _RECEIVED, _LINK_ERRORS = range(10, 13)
 _ACTIVE, _USED, _BANDWIDTH = range(3)
 
 
@@ -392,6 +406,10 @@ class Sampler:
         cells[_ACTION].set(found.get(RECOVERY), source_s)
         limit_mw = found.get(POWER_LIMIT)
         cells[_CAP].set(limit_mw / 1e3 if limit_mw else None, source_s)
+        for slot, field in ((_SENT, NVLINK_SENT), (_RECEIVED, NVLINK_RECEIVED)):
+            cells[slot].set(found[field] * KIB if field in found else None, source_s)
+        errors = [found[field] for field in NVLINK_ERRORS if field in found]
+        cells[_LINK_ERRORS].set(sum(errors) if errors else None, source_s)
 
     def _read_headroom(self) -> float | None:
         if self._headroom is None:

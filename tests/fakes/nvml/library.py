@@ -605,6 +605,8 @@ class FakeNvml:
             slot = array[position]
             slot.timestamp = stamp_us
             value = self._field(state, int(slot.fieldId), now_s)
+            if int(slot.fieldId) in {138, 139} and int(slot.scopeId) != 0xFFFFFFFF:
+                value = None  # of one link: not asked for here
             slot.nvmlReturn = OK if value is not None else NOT_SUPPORTED
             slot.valueType = 3
             slot.value.ullVal = int(value or 0)
@@ -634,6 +636,8 @@ class FakeNvml:
             190: model.cap_w * 1e3 if late else None,
             199: 1,
             230: float(state.recovery_action),
+            **(dict.fromkeys((38, 45, 52, 59), 2.0) if board.nvlinks else {}),
+            **({138: now_s * 1000, 139: now_s * 500} if board.nvlinks else {}),
             269: 0,
             270: 0,
             271: 0,
