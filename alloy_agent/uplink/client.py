@@ -54,6 +54,7 @@ MAX_GARBAGE: Final = 100  # unreadable messages of one stream
 SAY_AGAIN_S: Final = 300.0
 UNACKNOWLEDGED_S: Final = 30.0
 IDLE_S: Final = 5.0
+DIALLING_LOOK_S: Final = 0.25
 LOOK_S: Final = 1.0
 GRPC_WAIT_S: Final = 5.0
 BOOKS: Final = codec.LEASE_COMMANDS | {"drain", "undrain", "set_rate_policy"}
@@ -593,15 +594,17 @@ class Uplink:
         """End streams that are silent or whose certificate was renewed; keep a pulse."""
         looked = tunnel.stamps(self._settings) if self._secure else ()
         pulse_s = 0.0
-        pause_s = LOOK_S
+        pause_s = DIALLING_LOOK_S
         while not self._stop.wait(pause_s):
+            pause_s = DIALLING_LOOK_S
             session = self._session
             if session is None or session.closed.is_set():
                 looked = tunnel.stamps(self._settings) if self._secure else ()
                 continue
             now_s = boottime_s()
             beat_s, silence_s = _beats(session)
-            pause_s = min(LOOK_S, beat_s / 4)
+            if session.welcomed.is_set():  # from now on the pace is known
+                pause_s = min(LOOK_S, beat_s / 4)
             if now_s - session.heard_s > silence_s and not session.held_up:
                 session.end(f"brain {self._settings.address}: silent for {silence_s:.0f} s")
             elif session.welcomed.is_set() and now_s - pulse_s >= beat_s:
