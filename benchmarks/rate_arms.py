@@ -35,6 +35,7 @@ class Solo:
     """Nobody but production."""
 
     depth = QUEUE
+    batch = 1
     period_s = 0.0
 
     def admit(self, _view: View, _now_s: float, _kernel_s: float, _held_s: float) -> float:
@@ -46,7 +47,10 @@ class Solo:
 
 
 class Uncontrolled(Solo):
-    """Everything passes."""
+    """Everything passes; the device slices by time, so that eight kernels are one to it."""
+
+    depth = QUEUE // 8
+    batch = 8
 
     def admit(self, _view: View, now_s: float, _kernel_s: float, _held_s: float) -> float:
         """Let everything pass."""
@@ -229,6 +233,7 @@ class Ours:
     """The product: inner gate and outer trim, as the agent and the interposer run them."""
 
     depth = QUEUE
+    batch = 1
     period_s = 0.1
 
     def __init__(self, limits: RateLimits | None = None) -> None:

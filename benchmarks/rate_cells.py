@@ -21,6 +21,7 @@ OURS: Final = "ours, budget 2 %"
 OURS_5: Final = "ours, budget 5 %"
 OURS_T: Final = "ours, throughput"
 TGS: Final = "TGS"
+GATE: Final = "gate only"
 ARMS: Final[dict[str, Callable[[], Control]]] = {
     "none": Uncontrolled,
     "static 50 %": lambda: Static(0.5),
@@ -28,7 +29,7 @@ ARMS: Final[dict[str, Callable[[], Control]]] = {
     TGS: Tgs,
     "TGS, intervals / 10": lambda: Tgs(10.0),
     "rate only (PI)": RateOnly,
-    "gate only": GateOnly,
+    GATE: GateOnly,
     OURS: Ours,
     OURS_5: lambda: Ours(RateLimits(budget_ratio=0.05)),
     OURS_T: lambda: Ours(RateLimits(slo=Slo.THROUGHPUT)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
-from alloy_agent.silicon.accelerator.workloads import T1, T2, T3, T4, T5, T6, T8, TRACES
+from alloy_agent.silicon.accelerator.workloads import T1, T2, T3, T4, T5, T6, T7, T8, TRACES
 from benchmarks.rate_cells import OURS, OURS_5, OURS_T, TGS, Cell, Table, spread
 from benchmarks.report import Result, result
 
@@ -38,7 +38,8 @@ def targets() -> Iterator[Target]:
         yield Target(trace.name, OURS, "worst", ">=", 0.96)
     yield Target(T6[0].name, OURS, "production", ">=", 0.975)
     yield Target(T6[0].name, OURS, "p99", "<=", 1.20)
-    yield Target(T6[1].name, OURS, "production", ">=", 0.98)
+    for trace in (T6[1], T7):
+        yield Target(trace.name, OURS, "production", ">=", 0.98)
     for trace in (T1, T2, T3, T4, T6[1]):
         yield Target(trace.name, OURS, "p50", "<=", 1.07)
         yield Target(trace.name, OURS, "p99", "<=", 1.10)

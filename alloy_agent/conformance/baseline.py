@@ -20,7 +20,7 @@ import msgspec
 
 from alloy_agent.model import Value
 
-KEPT_SAMPLES = 33
+KEPT_SAMPLES = 99  # the error of their median is what the budget is kept by
 KEPT_SIGNATURES = 16
 KEPT_GAPS = 64
 GROUP = 3  # clean bursts whose median is compared with what is known

@@ -71,6 +71,7 @@ class RateLimits(Value, frozen=True, kw_only=True):
     step_up: float = 0.03
     step_up_ratio: float = 0.2
     step_down: float = 0.02
+    retreat_ratio: float = 0.1  # of what reaches past a pause
     backoff_ratio: float = 0.8
     reach_ratio: float = 0.6  # of the budget: above it launches reach no further past a pause
     memory_ratio: float = 0.9  # of the loss, from tick to tick
@@ -79,7 +80,7 @@ class RateLimits(Value, frozen=True, kw_only=True):
     hold_every_s: float = 1.5  # while the baseline is young
     hold_known_every_s: float = 4.5
     hold_bursts: int = 3
-    young_samples: int = 12
+    young_samples: int = 33
     hold_at_most_s: float = 0.5
     blind_after_s: float = 0.25
     share_max_ratio: float = 1.0  # of the device's time, for all neighbours together
@@ -219,8 +220,10 @@ def refill(
 
 def spend(bucket: Bucket, kernel_s: float) -> Bucket:
     """Return the bucket after a launch."""
-    return msgspec.structs.replace(
-        bucket, tokens_s=bucket.tokens_s - kernel_s, capped_s=bucket.capped_s - kernel_s
+    return Bucket(
+        tokens_s=bucket.tokens_s - kernel_s,
+        filled_s=bucket.filled_s,
+        capped_s=bucket.capped_s - kernel_s,
     )
 
 
@@ -243,7 +246,8 @@ def tick(state: RateState, sample: RateSample, limits: RateLimits) -> RateState:
         return msgspec.structs.replace(state, freeze=frozen)
     state = msgspec.structs.replace(state, freeze=False)
     if state.stage is Stage.CONTROLLING and sample.bursts and sample.comparable:
-        state = msgspec.structs.replace(state, opening=_trimmed(state, limits))
+        shared = any(burst.contended for burst in sample.bursts)
+        state = msgspec.structs.replace(state, opening=_trimmed(state, limits, shared=shared))
     return _held(state, sample, limits)
 
 
@@ -373,7 +377,8 @@ def _stage(state: RateState, sample: RateSample, limits: RateLimits) -> Stage:
     return Stage.CONTROLLING
 
 
-def _trimmed(state: RateState, limits: RateLimits) -> float:
+def _trimmed(state: RateState, limits: RateLimits, *, shared: bool) -> float:
+    """Return the next opening. Bursts beside nobody say nothing for opening further."""
     loss, budget = _loss(state, limits), limits.budget_ratio
     opening = state.opening
     if loss is None:
@@ -381,8 +386,8 @@ def _trimmed(state: RateState, limits: RateLimits) -> float:
     if loss > 2.0 * budget:
         opening *= limits.backoff_ratio
     elif loss > budget:
-        opening -= limits.step_down
-    elif opening < 1.0 or loss <= limits.reach_ratio * budget:
+        opening -= max(limits.step_down, limits.retreat_ratio * (opening - 1.0))
+    elif shared and (opening < 1.0 or loss <= limits.reach_ratio * budget):
         opening += min(limits.step_up, opening * limits.step_up_ratio)
     return max(limits.opening_min, min(limits.opening_max, opening))
 

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from alloy_agent.conformance.gate.build import library
 from alloy_agent.conformance.gate.device import SharedDevice
+from alloy_agent.conformance.gate.pages import StatePage
 from alloy_agent.errors import UnsupportedError
 
 # the kernel ends it when the thread that started it ends, be it by kill -9
@@ -80,7 +83,7 @@ class Bench:
         return process
 
     def tenant(
-        self, program: str, env: dict[str, str], *, seconds: float = 20.0, gated: bool = True
+        self, program: str, env: dict[str, str], *, seconds: float = 600.0, gated: bool = True
     ) -> subprocess.Popen[str]:
         mine = {
             "ALLOY_EMU_LIBRARY": str(self.driver),
@@ -94,6 +97,24 @@ class Bench:
         shared = SharedDevice("emulated", self.folder / "share")
         self.devices.append(shared)
         return shared
+
+
+@contextmanager
+def controlled(shared: SharedDevice) -> Iterator[None]:
+    """Run the control loop beside the test."""
+    stop = threading.Event()
+    loop = threading.Thread(target=shared.run, args=(stop,))
+    loop.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        loop.join()
+
+
+def launched(page: StatePage) -> int:
+    """Return the launches of all processes on a page."""
+    return sum(slot.launched for slot in page.slots() or ())
 
 
 def eventually(holds: Callable[[], bool], within_s: float = 60.0) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from alloy_agent.conformance.gate.build import SOURCE
 from alloy_agent.conformance.gate.entries import BELLS, CUDA, EMULATED, HIP
 from alloy_agent.conformance.gate.pages import Completions, Slot, StatePage
-from tests.rate.conftest import Bench, eventually
+from tests.rate.conftest import Bench, eventually, launched
 
 LAUNCHES = re.findall(r"X\((\w+), (CUDA|HIP|EMU), \d, (\w+), [01]\)", SOURCE.read_text("utf-8"))
 ENTRIES = tuple(name for name, _, _ in LAUNCHES)
@@ -54,10 +54,6 @@ sys.stdin.readline()
 """
 
 
-def counted(page: StatePage) -> int:
-    return sum(slot.launched for slot in page.slots() or ())
-
-
 def only_slot(page: StatePage) -> Slot:
     return next(slot for slot in page.slots() or () if slot.launched)
 
@@ -95,7 +91,7 @@ def test_every_entry_point_is_counted_by_every_way(bench: Bench, way: str) -> No
     page = StatePage(Path(env["ALLOY_GATE_STATE"]))
     argv = [sys.executable, "-c", WAYS, "0", way, ",".join(IN_CONFIG), *ENTRIES]
     run_to_the_end(bench, argv, {**env, **paths_of(bench)})
-    assert counted(page) == len(ENTRIES)
+    assert launched(page) == len(ENTRIES)
     assert eventually(lambda: only_slot(page).completed == len(ENTRIES))
     page.close()
 
@@ -121,7 +117,7 @@ def test_directly_linked_programs_are_counted(bench: Bench, tmp_path: Path) -> N
     env = bench.share().add("p", "production")
     page = StatePage(Path(env["ALLOY_GATE_STATE"]))
     assert bench.start([str(program)], {**env, **paths_of(bench)}).wait(60) == 0
-    assert counted(page) == len(ENTRIES)
+    assert launched(page) == len(ENTRIES)
     page.close()
 
 
@@ -357,7 +353,7 @@ def packets(bench: Bench, how: str) -> StatePage:
 def test_doorbells_of_hsa_queues_are_launches(bench: Bench) -> None:
     """Each ring of a queue's doorbell counts; what the queue has taken in counts as done."""
     page = packets(bench, "alone")
-    assert counted(page) == 4 * len(BELLS)
+    assert launched(page) == 4 * len(BELLS)
     assert only_slot(page).completions is Completions.STARTED
     assert eventually(lambda: only_slot(page).completed == 4 * len(BELLS))
     page.close()
@@ -366,5 +362,5 @@ def test_doorbells_of_hsa_queues_are_launches(bench: Bench) -> None:
 def test_doorbells_beneath_hip_pass(bench: Bench) -> None:
     """Where HIP's own launches are gated its helper threads ring freely: nothing counts twice."""
     page = packets(bench, "hip")
-    assert counted(page) == 1
+    assert launched(page) == 1
     page.close()

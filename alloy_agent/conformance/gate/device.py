@@ -58,6 +58,7 @@ LEASE_S: Final = 0.05
 RENEW_S: Final = 0.02
 TICK_S: Final = 0.1
 REMEMBERED_S: Final = 5.0
+CLOCK_S: Final = 1.0  # between a process's first look at its clock and its slot
 UNTOLD_S: Final = 0.1  # work may go on for so long after a launch whose end is not told
 WINDOW_S: Final = 1.0
 
@@ -117,6 +118,7 @@ class _Tenant:
     busy: list[tuple[float, float]] = field(default_factory=list)
     trouble: str = ""
     leased: bool = False
+    added_s: float = 0.0  # its pages are younger than that; 0 where they were adopted
 
 
 class SharedDevice:
@@ -178,7 +180,9 @@ class SharedDevice:
         if not adopt:
             make_state(state, os.getuid() if uid is None else uid, -1)
         page = OrderPage(order, role, adopt=adopt)
-        self._tenants[name] = _Tenant(name, role, weight, cgroup, StatePage(state), page)
+        tenant = _Tenant(name, role, weight, cgroup, StatePage(state), page)
+        tenant.added_s = 0.0 if adopt else self._clock()
+        self._tenants[name] = tenant
         if role == "production" and not adopt:
             self._lead_to(state)
         return {
@@ -316,6 +320,7 @@ class SharedDevice:
                 tenant.trouble, lost = "its page makes no sense", True
                 continue
             tenant.slots = slots
+            tenant.trouble = tenant.trouble or _clock_trouble(tenant, now_s)
             for slot in slots:
                 bursts, missed = tenant.state.bursts(slot)
                 lost = lost or missed > 0
@@ -324,7 +329,8 @@ class SharedDevice:
                 if slot.outstanding and _alive(slot.pid):
                     tenant.busy.append((slot.busy_since_s, now_s))
             tenant.busy = [span for span in tenant.busy if span[1] > now_s - REMEMBERED_S]
-        total_s = sum(s.device_s for t in self._neighbours() for s in t.slots)
+        sound = [t for t in self._neighbours() if not t.trouble]
+        total_s = sum(s.device_s for t in sound for s in t.slots)
         self._lent = [(t, d) for t, d in self._lent if t > now_s - 10.0] + [(now_s, total_s)]
         return lost
 
@@ -335,6 +341,7 @@ class SharedDevice:
             alive = producer is not None and any(_alive(s.pid) for s in producer.slots)
             return RateSample(now_s=now_s, alive=alive, comparable=not self.throttled)
         producer.slots = slots
+        producer.trouble = _clock_trouble(producer, now_s)
         living = [s for s in slots if _alive(s.pid)]
         self._dead_slots = sum(1 << s.index for s in slots if s not in living)
         bursts = []
@@ -351,7 +358,7 @@ class SharedDevice:
             alive=bool(living),
             heard_s=now_s,
             comparable=not self.throttled,
-            metered=all(_told(s) for s in living),
+            metered=all(_told(s) for s in living) and not producer.trouble,
         )
 
     # --- acting ------------------------------------------------------------------------------
@@ -397,14 +404,17 @@ class SharedDevice:
 
     def _why_unjudged(self, sample: RateSample) -> str:
         if not sample.metered:
-            return "production's library does not tell when its launches are done"
+            producer = self._producer()
+            untold = "production's library does not tell when its launches are done"
+            return (producer.trouble if producer is not None else "") or untold
         return f"not comparable: {self.throttled}" if self.throttled else ""
 
     def _lent_ratio(self) -> float:
         if len(self._lent) < 2 or self._lent[-1][0] <= self._lent[0][0]:
             return 0.0
         took_s = self._lent[-1][0] - self._lent[0][0]
-        return max(0.0, (self._lent[-1][1] - self._lent[0][1]) / took_s)
+        # what tenants say of themselves: no more than there is
+        return max(0.0, min(1.0, (self._lent[-1][1] - self._lent[0][1]) / took_s))
 
     def _status_of(self, tenant: _Tenant) -> TenantStatus:
         living = [s for s in tenant.slots if _alive(s.pid)]
@@ -423,6 +433,14 @@ class SharedDevice:
             leased=tenant.leased,
             completions=_least(living),
         )
+
+
+def _clock_trouble(tenant: _Tenant, now_s: float) -> str:
+    """Return why a page's times cannot be compared with ours, or nothing."""
+    for slot in tenant.slots:
+        if not tenant.added_s - CLOCK_S <= slot.attached_ns * 1e-9 <= now_s + CLOCK_S:
+            return f"process {slot.pid} has a boot clock of its own (a time namespace?)"
+    return ""
 
 
 def _told(slot: Slot) -> bool:

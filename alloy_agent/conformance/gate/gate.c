@@ -89,7 +89,8 @@ static int sock = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static _Atomic uint64_t submitted, completed;
-static _Atomic(uintptr_t) hook;
+static void (*hook)(void *, uint64_t);
+static void *hook_for;
 static int lost;
 static uint8_t family[1 << 16]; /* of each submission, by its number */
 static uint64_t own_completed;  /* of those through the emulated library's own entries */
@@ -105,8 +106,7 @@ static void *receiver(void *arg) {
     for (uint64_t n = atomic_load(&completed); n < count; n++)
       own_completed += family[n & 0xffff] == EMU;
     atomic_store(&completed, count);
-    void (*fn)(uint64_t) = (void (*)(uint64_t))atomic_load(&hook);
-    if (fn) fn(own_completed);
+    if (hook) hook(hook_for, own_completed);
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
     if (got != (ssize_t)sizeof count) return NULL;
@@ -178,7 +178,12 @@ PUBLIC long emuSynchronize(void) {
   pthread_mutex_unlock(&lock);
   return bad ? 999 : 0;
 }
-PUBLIC void emuOnComplete(void (*fn)(uint64_t)) { atomic_store(&hook, (uintptr_t)fn); }
+PUBLIC void emuOnComplete(void (*fn)(void *, uint64_t), void *whom) {
+  pthread_mutex_lock(&lock);
+  hook = fn;
+  hook_for = whom;
+  pthread_mutex_unlock(&lock);
+}
 
 /* HSA: a queue of packets and its doorbell. The grid's first number is again the length. */
 struct hsa_queue { uint32_t type, features; char *base; uint64_t doorbell; uint32_t size, pad; uint64_t id; };
@@ -273,14 +278,26 @@ static struct slot *me;
 static struct slot spill; /* where no page can be had: counted for nobody */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t known_ns[IDENTS], longest_ns, last_done_ns;
+/* What one driver library offers to learn of completions by; a process may have loaded several. */
+static struct meter {
+  const void *base; /* where it is loaded */
+  int vendor, kind;
+  uint64_t counted;
+  long (*create)(A *, unsigned), (*record)(A, A), (*query)(A), (*call)(A, void (*)(void *), void *);
+  long (*capturing)(A, int *), (*current)(A *), (*exchange)(int *);
+} meters[16], bells = {.vendor = HSA}, untold = {.kind = NO_COMPLETIONS};
+enum { METERS = sizeof meters / sizeof *meters };
+static int hip_used;
 /* launches in order; an entry without `tracked` is one whose launch has not returned yet */
 static struct flight {
   uint64_t launched_ns, mark; /* mark: of an AQL queue, the packet */
   A event, home;              /* home: the context whose event it is */
   uint32_t ident, more;       /* more: launches beyond the ring that end with this one */
-  uint8_t vendor, tracked, done;
+  struct meter *meter;
+  uint8_t tracked, done;
 } flight[FLIGHTS];
-static uint64_t head, tail, counted[VENDORS]; /* numbers of the oldest and the next launch */
+static uint64_t head, tail; /* numbers of the oldest and the next launch */
+static pthread_mutex_t names = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t ends; /* a launch of one's own is done */
 static int gate_waits;
 static double tokens_s, capped_s;
@@ -331,6 +348,7 @@ static void forget_meters(void);
 static void begin_waiting(void) {
   pthread_condattr_t clock;
   pthread_mutex_init(&lock, NULL);
+  pthread_mutex_init(&names, NULL);
   pthread_condattr_init(&clock);
   pthread_condattr_setclock(&clock, CLOCK_MONOTONIC); /* the wall clock may be set */
   pthread_cond_init(&ends, &clock);
@@ -487,7 +505,7 @@ static void settle(uint64_t now) {
     uint64_t took = now > from ? now - from : 0, *k = &known_ns[f->ident % IDENTS];
     /* what a kernel takes by itself is near its shortest times: others' work only adds to it */
     uint64_t before = *k;
-    if (f->vendor != HSA) *k = !before ? took : took < before ? (before + 3 * took) / 4
+    if (f->meter->vendor != HSA) *k = !before ? took : took < before ? (before + 3 * took) / 4
                                                               : before + (took - before) / 32;
     if (*k > longest_ns) longest_ns = *k;
     else if (before == longest_ns) longest_of_all();
@@ -512,13 +530,14 @@ static void settle(uint64_t now) {
 }
 
 /* The emulated library says how many of its own launches are complete. */
-static void finished(uint64_t count) {
+static void finished(void *whom, uint64_t count) {
+  struct meter *m = whom;
   pthread_mutex_lock(&lock);
-  for (uint64_t n = head; n < tail && counted[EMU] < count; n++) {
+  for (uint64_t n = head; n < tail && m->counted < count; n++) {
     struct flight *f = &flight[n % FLIGHTS];
-    if (f->vendor != EMU || f->done) continue;
+    if (f->meter != m || f->done) continue;
     f->done = 1;
-    counted[EMU] += 1 + f->more;
+    m->counted += 1 + f->more;
   }
   settle(now_ns());
   pthread_mutex_unlock(&lock);
@@ -550,12 +569,6 @@ PUBLIC int hipGetProcAddress(const char *, void **, int, uint64_t, int *);
 
 /* --- completions ---------------------------------------------------------------------------- */
 
-/* What a vendor's library offers to learn of completions by; looked up where its launches live. */
-static struct meter {
-  int kind;
-  long (*create)(A *, unsigned), (*record)(A, A), (*query)(A), (*call)(A, void (*)(void *), void *);
-  long (*capturing)(A, int *), (*current)(A *), (*exchange)(int *);
-} meter[VENDORS];
 static struct { A event, home; } spare_events[FLIGHTS];
 static unsigned spares;
 static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
@@ -564,25 +577,24 @@ static __thread int inside __attribute__((tls_model("initial-exec")));
 enum { RELAXED = 2, NO_TIMING = 2, NOT_READY = 600, CAPTURING = 1 };
 
 static void forget_meters(void) { /* in a forked child: contexts and threads do not survive */
-  memset(meter, 0, sizeof meter);
-  memset(counted, 0, sizeof counted);
+  memset(meters, 0, sizeof meters);
+  bells.kind = UNSEEN;
   spares = 0; poller = poller_waits = 0;
   pthread_cond_init(&work, NULL);
 }
 
 static void *at_home(void *home, const char *name) { return home ? real_dlsym(home, name) : NULL; }
 
-static void hook_up(int vendor, launch_fn real) {
-  struct meter *m = &meter[vendor];
-  Dl_info info;
-  void *home = dladdr((void *)real, &info) ? dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD) : NULL;
-  if (vendor == EMU) {
-    void (*on)(void (*)(uint64_t)) = (void (*)(void (*)(uint64_t)))at_home(home, "emuOnComplete");
-    if (on) on(finished);
+static void look_up(struct meter *m, const char *file) {
+  void *home = file ? dlopen(file, RTLD_LAZY | RTLD_NOLOAD) : NULL;
+  if (m->vendor == EMU) {
+    void (*on)(void (*)(void *, uint64_t), void *) =
+        (void (*)(void (*)(void *, uint64_t), void *))at_home(home, "emuOnComplete");
     m->kind = on ? COUNTED : NO_COMPLETIONS;
+    if (on) on(finished, m);
     return;
   }
-  const int cu = vendor == CUDA;
+  const int cu = m->vendor == CUDA;
 #define FIND(field, cuda, hip) m->field = (__typeof__(m->field))at_home(home, cu ? cuda : hip)
   FIND(create, "cuEventCreate", "hipEventCreateWithFlags");
   FIND(record, "cuEventRecord", "hipEventRecord");
@@ -593,6 +605,25 @@ static void hook_up(int vendor, launch_fn real) {
   FIND(exchange, "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode");
 #undef FIND
   m->kind = m->create && m->record && m->query ? EVENTS : m->call ? CALLBACKS : NO_COMPLETIONS;
+}
+
+static void publish(void);
+static struct meter *meter_of(int vendor, launch_fn real) { /* with the lock held */
+  Dl_info info = {0};
+  dladdr((void *)real, &info);
+  for (int i = 0; i < METERS; i++) {
+    struct meter *m = &meters[i];
+    if (m->kind && (m->base != info.dli_fbase || m->vendor != vendor)) continue;
+    if (m->kind) return m;
+    m->base = info.dli_fbase;
+    m->vendor = vendor;
+    look_up(m, info.dli_fname);
+    hip_used |= vendor == HIP;
+    publish();
+    return m;
+  }
+  untold.vendor = vendor;
+  return &untold;
 }
 
 static void *poll_completions(void *arg);
@@ -619,15 +650,13 @@ static void called_back(void *number) {
 }
 
 /* Whether what is launched there is only written down, for a graph. */
-static int captured(int vendor, A stream) {
+static int captured(const struct meter *m, A stream) {
   int status = 0;
-  if (meter[vendor].kind == UNSEEN || !meter[vendor].capturing) return 0;
-  return !meter[vendor].capturing(stream, &status) && status == CAPTURING;
+  return m->capturing && stream != (A)MANY && !m->capturing(stream, &status) && status == CAPTURING;
 }
 
 /* After a launch has returned: have its completion told. Without a way it counts as done now. */
-static void track(uint64_t n, int vendor, A stream, int bad) {
-  struct meter *m = &meter[vendor];
+static void track(uint64_t n, struct meter *m, A stream, int bad) {
   A event = 0, home = 0;
   int mode = RELAXED, told = 0; /* our calls must not spoil a capture that goes on elsewhere */
   if (!bad && stream != (A)MANY && m->kind >= CALLBACKS) {
@@ -658,7 +687,7 @@ static void track(uint64_t n, int vendor, A stream, int bad) {
   pthread_mutex_unlock(&lock);
 }
 /* Whether the device is done with a launch; an error is an end too: nothing will come any more. */
-static int query_event(const struct flight *f) { return meter[f->vendor].query(f->event) != NOT_READY; }
+static int query_event(const struct flight *f) { return f->meter->query(f->event) != NOT_READY; }
 
 /* Ask for the oldest launch until it is done, then for the next one; with the lock held. */
 static uint64_t next_tracked(void) {
@@ -669,7 +698,7 @@ static uint64_t next_tracked(void) {
 
 static void landed(struct flight *f) {
   f->done = 1;
-  if (f->vendor != HSA && spares < FLIGHTS)
+  if (f->meter->vendor != HSA && spares < FLIGHTS)
     spare_events[spares++] = (__typeof__(spare_events[0])){f->event, f->home};
   f->event = 0;
 }
@@ -685,10 +714,7 @@ static uint64_t (*read_index)(const void *queue);
 static void *poll_completions(void *arg) {
   (void)arg;
   prctl(PR_SET_TIMERSLACK, 1000);
-  for (int v = CUDA; v <= HIP; v++) {
-    int mode = RELAXED;
-    if (meter[v].exchange) meter[v].exchange(&mode);
-  }
+  int relaxed[METERS] = {0}; /* asking must not spoil a capture that goes on in another thread */
   pthread_mutex_lock(&lock);
   for (int calm = 0;;) {
     uint64_t n = next_tracked();
@@ -705,10 +731,13 @@ static void *poll_completions(void *arg) {
     calm = 0;
     struct flight *f = &flight[n % FLIGHTS], seen = *f;
     int done;
-    if (f->vendor == HSA) {
+    if (f->meter->vendor == HSA) {
       done = read_index((const void *)f->event) > f->mark;
     } else {
+      int mode = RELAXED, *once = &relaxed[seen.meter - meters];
       pthread_mutex_unlock(&lock);
+      if (!*once && seen.meter->exchange) seen.meter->exchange(&mode);
+      *once = 1;
       done = query_event(&seen);
       pthread_mutex_lock(&lock);
     }
@@ -727,21 +756,21 @@ static void *poll_completions(void *arg) {
 
 /* The page says the least that is known of any vendor's completions in this process. */
 static void publish(void) {
-  int least = COUNTED;
-  for (int v = 0; v < VENDORS; v++)
-    if (meter[v].kind && meter[v].kind < least) least = meter[v].kind;
+  int least = bells.kind ? bells.kind : COUNTED;
+  for (int i = 0; i < METERS; i++)
+    if (meters[i].kind && meters[i].kind < least) least = meters[i].kind;
   atomic_store(&me->completions, (uint32_t)least);
 }
 
 /* --- launches ------------------------------------------------------------------------------- */
 
 #define BEYOND UINT64_MAX
-static uint64_t take_off(int vendor, uint32_t ident) { /* with the lock held */
+static uint64_t take_off(struct meter *m, uint32_t ident) { /* with the lock held */
   uint64_t now = now_ns(), n = BEYOND;
   if (head == tail) atomic_store(&me->busy_since, now);
   if (tail - head < FLIGHTS) {
     n = tail++;
-    flight[n % FLIGHTS] = (struct flight){.launched_ns = now, .ident = ident, .vendor = (uint8_t)vendor};
+    flight[n % FLIGHTS] = (struct flight){.launched_ns = now, .ident = ident, .meter = m};
   } else {
     flight[(tail - 1) % FLIGHTS].more++;
   }
@@ -758,38 +787,47 @@ static A stream_of(const A *args, int where, int own) {
   return stream ? stream : own ? 2 : 0; /* 2: the calling thread's own */
 }
 
+/* An entry has a few variants, one for each library that brings it: what was looked up in one is
+   never called in another. The first is what programs link to. */
 struct entry { int vendor, kernel, where, own; };
-static long launch(const struct entry *e, launch_fn real, PARAMS) {
-  if (!real) return 500; /* CUDA_ERROR_NOT_FOUND, hipErrorNotFound */
-  if (role == PASS || inside) return real(ARGS);
+struct way { launch_fn real; struct meter *meter; };
+static long launch(const struct entry *e, struct way *w, PARAMS) {
+  if (!w->real) return 500; /* CUDA_ERROR_NOT_FOUND, hipErrorNotFound */
+  if (role == PASS || inside) return w->real(ARGS);
   const A args[] = {ARGS};
   A kernel = args[e->kernel], stream = stream_of(args, e->where, e->own);
   uint32_t ident = (uint32_t)(kernel ^ kernel >> 32);
   if (!real_dlsym) next("dlsym");
-  if (captured(e->vendor, stream)) { /* nothing runs now */
+  pthread_mutex_lock(&lock);
+  if (!w->meter || !w->meter->kind) w->meter = meter_of(e->vendor, w->real);
+  struct meter *m = w->meter;
+  pthread_mutex_unlock(&lock);
+  if (captured(m, stream)) { /* nothing runs now */
     atomic_fetch_add(&me->captured, 1);
-    return real(ARGS);
+    return w->real(ARGS);
   }
   pthread_mutex_lock(&lock);
-  if (!meter[e->vendor].kind) {
-    hook_up(e->vendor, real);
-    publish();
-  }
   if (role == OPPORTUNISTIC) pass_gate(ident);
-  uint64_t n = take_off(e->vendor, ident);
+  uint64_t n = take_off(m, ident);
   pthread_mutex_unlock(&lock);
   inside++;
-  long bad = real(ARGS);
+  long bad = w->real(ARGS);
   inside--;
-  if (n != BEYOND) track(n, e->vendor, stream, bad != 0);
+  if (n != BEYOND) track(n, m, stream, bad != 0);
   return bad;
 }
 
-#define X(name, vendor, kernel, where, own) static launch_fn real_##name; \
+enum { COPIES = 4 };
+#define VARIANT(name, n) \
+  HIDDEN long impl_##name##_of_##n(PARAMS) { return launch(&e_##name, &w_##name[n], ARGS); } \
+  ENTRY(name##_of_##n) HIDDEN long name##_of_##n(PARAMS);
+#define X(name, vendor, kernel, where, own) \
+  static const struct entry e_##name = {vendor, kernel, where, own}; \
+  static struct way w_##name[COPIES]; \
   HIDDEN long impl_##name(PARAMS) { \
-    static const struct entry e = {vendor, kernel, where, own}; \
-    if (!real_##name) real_##name = (launch_fn)next(#name); \
-    return launch(&e, real_##name, ARGS); } ENTRY(name) long name(PARAMS);
+    if (!w_##name[0].real) w_##name[0].real = (launch_fn)next(#name); \
+    return launch(&e_##name, &w_##name[0], ARGS); } ENTRY(name) long name(PARAMS); \
+  VARIANT(name, 1) VARIANT(name, 2) VARIANT(name, 3)
 LAUNCHES(X)
 #undef X
 
@@ -811,13 +849,13 @@ static int queue_of(uint64_t doorbell) {
 static void ring_bell(launch_fn real, PARAMS) {
   int i = a0 ? queue_of(a0) : -1;
   if (!real) return;
-  if (i < 0 || role == PASS || inside || meter[HIP].kind) { real(ARGS); return; }
+  if (i < 0 || role == PASS || inside || hip_used) { real(ARGS); return; }
   pthread_mutex_lock(&lock);
   if (!read_index) read_index = (uint64_t (*)(const void *))next("hsa_queue_load_read_index_relaxed");
-  meter[HSA].kind = read_index ? STARTED : NO_COMPLETIONS;
+  bells.kind = read_index ? STARTED : NO_COMPLETIONS;
   publish();
   if (role == OPPORTUNISTIC) pass_gate((uint32_t)i);
-  uint64_t n = take_off(HSA, (uint32_t)i);
+  uint64_t n = take_off(&bells, (uint32_t)i);
   pthread_mutex_unlock(&lock);
   real(ARGS);
   if (n == BEYOND) return;
@@ -859,7 +897,7 @@ PUBLIC long hsa_queue_create(PARAMS) {
 PUBLIC long hsa_queue_destroy(PARAMS) {
   pthread_mutex_lock(&lock);
   for (uint64_t n = head; n < tail; n++)
-    if (flight[n % FLIGHTS].vendor == HSA && flight[n % FLIGHTS].event == a0) landed(&flight[n % FLIGHTS]);
+    if (flight[n % FLIGHTS].meter == &bells && flight[n % FLIGHTS].event == a0) landed(&flight[n % FLIGHTS]);
   for (int i = 0; i < atomic_load(&queue_count); i++)
     if ((A)queues[i].queue == a0) { atomic_store(&queues[i].doorbell, 0); queues[i].queue = NULL; }
   settle(now_ns());
@@ -870,10 +908,13 @@ PUBLIC long hsa_queue_destroy(PARAMS) {
 
 /* --- resolvers ------------------------------------------------------------------------------ */
 
-static const struct { const char *name; void *ours; launch_fn *real; } table[] = {
-#define X(name, vendor, kernel, where, own) {#name, (void *)name, &real_##name},
+static const struct { const char *name; void *ours[COPIES]; struct way *ways; } table[] = {
+#define X(name, vendor, kernel, where, own) \
+  {#name, {(void *)name, (void *)name##_of_1, (void *)name##_of_2, (void *)name##_of_3}, w_##name},
   LAUNCHES(X)
 #undef X
+};
+static const struct { const char *name; void *ours; launch_fn *real; } plain[] = {
 #define X(name) {#name, (void *)name, &real_##name},
   BELLS(X)
 #undef X
@@ -883,11 +924,24 @@ static const struct { const char *name; void *ours; launch_fn *real; } table[] =
 
 /* What a resolver found is remembered as the real entry, and ours is handed out. */
 static void *ours(const char *name, void *found) {
-  for (size_t i = 0; i < sizeof table / sizeof *table; i++)
-    if (!strcmp(name, table[i].name)) {
-      if (found && found != table[i].ours) *table[i].real = (launch_fn)found;
-      return table[i].ours;
+  for (size_t i = 0; i < sizeof plain / sizeof *plain; i++)
+    if (!strcmp(name, plain[i].name)) {
+      if (found && found != plain[i].ours) *plain[i].real = (launch_fn)found;
+      return plain[i].ours;
     }
+  for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
+    if (strcmp(name, table[i].name)) continue;
+    struct way *ways = table[i].ways;
+    void *mine = NULL;
+    pthread_mutex_lock(&names); /* never held while the loader is asked for anything */
+    for (int n = 0; n < COPIES && !mine; n++) {
+      if (!found || found == table[i].ours[n]) mine = table[i].ours[n];
+      else if (!ways[n].real) ways[n].real = (launch_fn)found;
+      if (ways[n].real == (launch_fn)found) mine = table[i].ours[n];
+    }
+    pthread_mutex_unlock(&names);
+    return mine ? mine : table[i].ours[COPIES - 1]; /* a fifth library: the fourth is called */
+  }
   return found;
 }
 

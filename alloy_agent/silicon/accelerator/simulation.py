@@ -65,6 +65,7 @@ class Control(Protocol):
     """Whoever lets the neighbours launch."""
 
     depth: int  # launches that a neighbour may have queued
+    batch: int  # kernels that are one launch of the simulation; more than 1 where each would pass
     period_s: float  # of `tick`; 0 for none
 
     def admit(self, view: View, now_s: float, kernel_s: float, held_s: float) -> float:
@@ -142,6 +143,7 @@ class Simulation:
     def add_neighbour(self, kernel_s: float | None = None) -> Neighbour:
         """Add an opportunistic tenant that always has work."""
         kernel_s = self.trace.neighbour_kernel_s if kernel_s is None else kernel_s
+        kernel_s *= self.control.batch
         neighbour = Neighbour(self, f"neighbour-{len(self._neighbours)}", kernel_s)
         self._neighbours[neighbour.name] = neighbour
         return neighbour
