@@ -236,3 +236,29 @@ def test_a_control_descriptor_that_outlives_its_tenant_keeps_the_cores(opened: O
     host.end(4242)
     backend.apply(step)
     assert not backend.observe(device).partitions
+
+
+def test_a_device_without_tables_is_lent_and_nothing_made_up(opened: Opened) -> None:
+    """Trainium3: cores, memory and configurations as documented; no groups, and no core order."""
+    host = opened.host("trn2.48xlarge", tools=False)
+    for number in range(16):
+        (host.folder(number) / "info/architecture/device_name").write_text("Trainium3\n")
+    host.set_product_name("trn3.something")
+    backend = opened.backend(host)
+    device = backend.discover()[0]
+    seen = backend.observe(device).device
+    assert (seen.model, seen.slices, seen.memory_bytes) == (
+        "Trainium3 (unknown instance)", 4, 144 << 30,
+    )  # fmt: skip
+    assert seen.group_sizes == ()
+    assert next(limit for limit in seen.tier_limits if limit.way == "whole").tier is Tier.ENFORCED
+    backend.apply(create(device, 0, 2))
+    (part,) = backend.observe(device).partitions
+    assert part.units == ()
+    (report,) = audit(backend, device).values()
+    assert verdict(report, "NRN-01").verdict is Verdict.UNKNOWN
+    assert "core order is not known" in verdict(report, "NRN-01").reason
+    backend.apply(Destroy(device=device, partition=part))
+    backend.apply(create(device, 0, 4))
+    (whole,) = backend.observe(device).partitions
+    assert whole.units == tuple(range(8))

@@ -115,15 +115,28 @@ def test_a_tool_that_fails_hangs_or_lies_is_named_and_left_alone(
 ) -> None:
     """Each way to fail is a reason, and the program is not run again at once."""
     host = FakeNeuronHost(tmp_path, "inf2.8xlarge")
-    monkeypatch.setattr("alloy_agent.backends.neuron.listing.DEADLINE_S", 0.3)
-    for behaviour, words in (("fail", "driver"), ("garbage", "no JSON"), ("hang", "0.3 s")):
+    deadline = "alloy_agent.backends.neuron.listing.DEADLINE_S"
+    for behaviour, words in (("fail", "driver"), ("garbage", "no JSON"), ("hang", "0.5 s")):
         host.behave("ls", behaviour)
         lister = Lister(str(host.tools))
+        monkeypatch.setattr(deadline, 0.5 if behaviour == "hang" else WAIT_S)
         assert words in lister.listing((0,)).problem
+        monkeypatch.setattr(deadline, WAIT_S)
         host.behave("ls", "")
         assert lister.listing((0,)).devices == ()  # backs off
         assert lister.listing((0, 1)).devices  # devices changed: asked again
     assert "no " in Lister(str(tmp_path / "nowhere")).listing((0,)).problem
+
+
+def test_tools_of_the_next_generation_are_asked_in_their_own_words(tmp_path: Path) -> None:
+    """Where the old option is refused, the new one is tried, and kept; its document is read."""
+    host = FakeNeuronHost(tmp_path, "inf2.24xlarge")
+    host.behave("ls", "new")
+    lister = Lister(str(host.tools))
+    assert len(lister.listing(tuple(range(6))).devices) == 6
+    assert "--output-format" in lister._words
+    host.behave("ls", "")
+    assert len(lister.listing((0,)).devices) == 6  # and back, after the tools were put back
 
 
 JSON = st.recursive(

@@ -59,8 +59,12 @@ LS_PROGRAM = """#!{python} -ISE
 import pathlib, sys, time
 folder = pathlib.Path({folder!r})
 behaviour = (folder / "ls.behaviour").read_text()
-if sys.argv[1:] not in (["--json-output"], ["-j"]):
+new = behaviour == "new"
+if sys.argv[1:] not in ([["--output-format", "json"]] if new else [["--json-output"], ["-j"]]):
     print("unknown option"); sys.exit(1)
+if new:
+    listed = (folder / "ls.json").read_text()
+    print('{{"instance": {{"type": "x"}}, "devices": ' + listed + "}}"); sys.exit(0)
 if behaviour == "hang":
     time.sleep(60)
 if behaviour == "fail":

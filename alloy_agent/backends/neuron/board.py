@@ -309,7 +309,9 @@ def _profiles(board: Board, slices: int, step: int) -> tuple[Profile, ...]:
 def physical(board: Board, lnc: int, cores: Sequence[int]) -> tuple[int, ...] | None:
     """Return the physical cores behind logical ones of the device; None: not known now."""
     if board.order is None:
-        return None
+        # All of them are all of them, in whatever order.
+        whole = lnc and len(set(cores)) * lnc == board.cores
+        return tuple(range(board.cores)) if whole else None
     found: list[int] = []
     for core in cores:
         found += board.order[core * lnc : (core + 1) * lnc]

@@ -12,6 +12,8 @@ from alloy_agent.backends.neuron.tree import NeuronTree
 from alloy_agent.errors import BackendError
 from alloy_agent.model import Diagnosis
 
+MOVED_FROM = (2, 31)  # reorganised its sysfs; the new paths were not to be seen
+
 
 def diagnose(
     tree: NeuronTree, options: NeuronOptions, record: Record, monitor: MonitorHealth
@@ -49,7 +51,9 @@ def _driver(tree: NeuronTree) -> Diagnosis:
         )
     safe = version_key(version) >= version_key(DRIVER_FLOOR)
     cure = "" if safe else f"update to {DRIVER_FLOOR} or later before tenants share this host"
-    return Diagnosis(subject=subject, ok=safe, found=version, cure=cure)
+    moved = version_key(version) >= MOVED_FROM
+    found = f"{version}, which moved attributes: they are found by name" if moved else version
+    return Diagnosis(subject=subject, ok=safe, found=found, cure=cure)
 
 
 def _devices(tree: NeuronTree) -> Diagnosis:

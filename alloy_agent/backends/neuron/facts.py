@@ -266,7 +266,7 @@ def _cores(facts: _Facts, look: Look, partition: Partition, inside: tuple[Occupa
             bound |= set(_legal(look, one.cores))
     units = physical(look.board, look.lnc, sorted(bound))
     if units is None:
-        problem = "the UltraServer's node number is being elected, so the core order is not known"
+        problem = "the core order is not known: no table, or an UltraServer's election goes on"
     outside = bound != set(range(place.start, place.stop))
     if problem and not outside:
         facts.absent(partition.id, "neuron.cores", problem)

@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 
 DEADLINE_S: Final = 3.0
 FRESH_S: Final = 30.0  # addresses and NUMA nodes do not change; processes are read elsewhere too
+# How the tool is asked for JSON: up to SDK 2.33, and from 2.34 on (announcement of October 2026).
+JSON_OPTIONS: Final = (("--json-output",), ("--output-format", "json"))
+REFUSED: Final = "neuron-ls ended with"
 BACK_OFF_S: Final = 60.0  # after a failure
 OUTPUT_BYTES: Final = 4 << 20
 _BDF: Final = re.compile(r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -66,11 +69,17 @@ class Listing(Value, frozen=True, kw_only=True):
 
 
 def parse_listing(raw: bytes) -> Listing:
-    """Return what `neuron-ls --json-output` printed; entries that make no sense are named."""
+    """Return what `neuron-ls` printed as JSON; entries that make no sense are named.
+
+    Tools of SDK 2.34 put the list of devices below a name, beside what concerns all of them.
+    """
     try:
         told: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as exc:
         return Listing(problem=f"neuron-ls printed no JSON ({exc})")
+    if isinstance(told, dict):
+        lists = [part for part in told.values() if _lists_devices(part)]
+        told = lists[0] if len(lists) == 1 else told
     if not isinstance(told, list):
         return Listing(problem="neuron-ls printed no list")
     found: dict[int, ListedDevice] = {}
@@ -83,6 +92,11 @@ def parse_listing(raw: bytes) -> Listing:
             found[device.number] = device
     problem = f"neuron-ls: {bad} entries make no sense" if bad else ""
     return Listing(devices=tuple(found.values()), problem=problem)
+
+
+def _lists_devices(part: Any) -> bool:
+    entries = part if isinstance(part, list) else ()
+    return any(isinstance(entry, dict) and "neuron_device" in entry for entry in entries)
 
 
 def _device(entry: dict[str, Any]) -> ListedDevice | None:
@@ -147,6 +161,7 @@ class Lister:
         self._path = f"{tools_dir}/neuron-ls"
         self._sys_root = sys_root
         self._lock = threading.Lock()
+        self._words: tuple[str, ...] = JSON_OPTIONS[0]
         self._last = Listing()
         self._next_s = 0.0
         self._of: tuple[int, ...] = ()
@@ -165,9 +180,21 @@ class Lister:
     def _run(self) -> Listing:
         if not os.access(self._path, os.X_OK):
             return Listing(problem=f"no {self._path}")
+        answer = self._ask(self._words)
+        if answer.devices or not answer.problem.startswith(REFUSED):
+            return answer
+        # The other generation's option; the one that works is remembered.
+        other = next(words for words in JSON_OPTIONS if words != self._words)
+        second = self._ask(other)
+        if second.devices:
+            self._words = other
+            return second
+        return answer
+
+    def _ask(self, words: tuple[str, ...]) -> Listing:
         try:
             done = subprocess.run(
-                [self._path, "--json-output"],
+                [self._path, *words],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=DEADLINE_S,
@@ -181,7 +208,7 @@ class Lister:
         if done.returncode:
             said = (done.stderr or done.stdout)[:200].decode("utf-8", "replace").strip()
             _LOG.debug("neuron_ls_failed", extra={"rc": done.returncode, "said": said})
-            return Listing(problem=f"neuron-ls ended with {done.returncode}: {said}")
+            return Listing(problem=f"{REFUSED} {done.returncode}: {said}")
         answer = parse_listing(done.stdout[:OUTPUT_BYTES])
         return msgspec.structs.replace(answer, read_at_s=time.clock_gettime(time.CLOCK_BOOTTIME))
 

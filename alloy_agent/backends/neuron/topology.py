@@ -15,13 +15,31 @@ from typing import Final
 
 from alloy_agent.errors import PlanImpossibleError
 from alloy_agent.silicon.boards.neuron import NEURON_INSTANCES
-from alloy_agent.silicon.boards.shapes import NeuronInstance
+from alloy_agent.silicon.boards.shapes import GIB, NeuronInstance
 
 ROW: Final = 4  # devices in a row of the torus
 _XOR_NODES: Final = frozenset({1, 3})  # nodes of a 4-node UltraServer with rows swapped
 _XOR: Final = 6
 # trn2u.48xlarge is a trn2.48xlarge with links to three more. Source: SDK, Trn2 architecture.
 _SAME_INSIDE: Final = {"trn2u.48xlarge": "trn2.48xlarge", "trn2u.3xlarge": "trn2.3xlarge"}
+
+
+# What is documented of a Trainium3 device. Its instances' names, links and core order are not, so
+# it forms no groups, counts as linked, and its cores are lent without saying which they are.
+# Source: AWS Neuron SDK 2.32, Trainium3 architecture. Never seen on hardware.
+TRAINIUM3: Final = NeuronInstance(
+    name="unknown instance",
+    product="Trainium3",
+    instance_type="Trn3",
+    arch="",
+    core_arch="",
+    pci_id=0,
+    devices=0,
+    cores=8,
+    memory_bytes=144 * GIB,
+    lnc=(2, 1),
+    source="AWS Neuron SDK 2.32, trainium3.rst",
+)
 
 
 def find_instance(product_name: str, device_name: str, devices: int) -> NeuronInstance | None:
@@ -42,7 +60,8 @@ def find_instance(product_name: str, device_name: str, devices: int) -> NeuronIn
 
 def find_product(device_name: str) -> NeuronInstance | None:
     """Return any instance with such devices: what one device is does not depend on the others."""
-    return next((i for i in NEURON_INSTANCES if i.product == device_name), None)
+    known = (*NEURON_INSTANCES, TRAINIUM3)
+    return next((i for i in known if i.product == device_name), None)
 
 
 def is_linked(
@@ -73,6 +92,8 @@ def core_order(instance: NeuronInstance, number: int, node_id: str) -> tuple[int
         number: The device's.
         node_id: `node_id_4` of the driver's class: "-1" or "" alone, "busy" during an election.
     """
+    if instance is TRAINIUM3:
+        return None
     table = instance.logical_to_physical
     if not table:
         return tuple(range(instance.cores))
