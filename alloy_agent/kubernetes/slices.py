@@ -23,7 +23,7 @@ import msgspec
 
 from alloy_agent.kubernetes import names
 from alloy_agent.kubernetes.offers import WHOLE, Offer, Pool
-from alloy_agent.model import Device, Scheme, Share, Value
+from alloy_agent.model import Device, Scheme, Share, Tier, Value, Vendor
 
 API_VERSION: Final = "resource.k8s.io/v1"
 DEVICES_MAX: Final = 64  # with taints or counters; 128 without
@@ -192,7 +192,13 @@ def kind_of(device: Device, offer: Offer) -> str:
 
 
 def tier_of(device: Device, offer: Offer) -> str | None:
-    """Return the best tier that this way of cutting the device can reach, if it says so."""
+    """Return the best tier that this way of cutting the device can reach, if it says so.
+
+    Cores of the host are advisory: a container's cpuset is the kubelet's, and a device spec cannot
+    put the container into the partition.
+    """
+    if device.vendor is Vendor.CPU:
+        return Tier.ADVISORY
     modes = "/".join(mode.current.lower() for mode in device.modes)
     wanted = {
         "share": ("shared",),

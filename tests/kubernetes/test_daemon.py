@@ -126,6 +126,14 @@ def allocate(server: FakeApiServer, uid: str, pool: str, device: str) -> tuple[s
     return uid, "default", uid
 
 
+def devices_of(server: FakeApiServer, name: str) -> list[Any]:
+    """Return what the driver wrote into a claim's status."""
+    (claim,) = server.under(
+        f"/apis/resource.k8s.io/v1/namespaces/default/resourceclaims/{name}"
+    ).values()
+    return list(claim["status"].get("devices", ()))
+
+
 def test_from_slice_to_container_and_back(root: Path, server: FakeApiServer) -> None:
     """Published, allocated, prepared, killed, wiped, restarted, unprepared, stopped."""
     with FakeKubelet(root) as kubelet:
@@ -140,6 +148,8 @@ def test_from_slice_to_container_and_back(root: Path, server: FakeApiServer) -> 
             assert spec["kind"] == f"{DRIVER}/claim"
             ids = [f"{spec['kind']}={device['name']}" for device in spec["devices"]]
             assert ids == list(answer.devices[0].cdi_device_ids)
+            (told,) = until(lambda: devices_of(server, "claim-1"))
+            assert (told["driver"], told["pool"], told["device"]) == (DRIVER, pool, "3g40gb-4-4")
             bad = kubelet.prepare(allocate(server, "claim-2", pool, "9g90gb-0-9"))["claim-2"]
             assert "has no piece" in bad.error
             until(lambda: server.events)
@@ -155,6 +165,7 @@ def test_from_slice_to_container_and_back(root: Path, server: FakeApiServer) -> 
             assert all(o["ownerReferences"][0]["uid"] == "node-uid" for o in owners)
             assert kubelet.unprepare(claim)["claim-1"].error == ""
             assert list((root / "cdi").iterdir()) == []
+            until(lambda: not devices_of(server, "claim-1"))
             assert agent.stop() == 0
         assert not list((root / "plugins_registry").iterdir())
         assert whole(server), "an agent that stops leaves its slices to the one that comes next"

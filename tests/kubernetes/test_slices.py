@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from alloy_agent.model import (
     Scheme,
     SetMode,
     Share,
+    Tier,
+    TierLimit,
     Vendor,
 )
 from alloy_agent.silicon.boards import BOARDS, AmdBoard, NeuronInstance, NvidiaBoard
@@ -222,6 +225,19 @@ def test_any_number_of_cores_fits_into_the_limits(count: int, data: st.DataObjec
     )
     assert permitted(pool, chosen) == apart
     assert granule(pool.device) * 48 >= count
+
+
+def test_cores_of_the_host_promise_nothing() -> None:
+    """No container is held to them: whatever the backend could reach, a claim is told advisory."""
+    limit = TierLimit(way="cores", tier=Tier.ENFORCED, reason="a cpuset")
+    device = msgspec.structs.replace(cores(8), tier_limits=(limit,))
+    objects = numbered(pool_of(device))
+    tiers = {
+        offer["attributes"]["tier"]["string"]
+        for one in objects
+        for offer in one["spec"].get("devices", ())
+    }
+    assert tiers == {"advisory"}
 
 
 def test_what_touches_a_blocked_place_is_left_out() -> None:
