@@ -166,7 +166,9 @@ def test_memory_of_partitions_is_their_own_bank(tmp_path: Path) -> None:
     assert seen.device.memory_bytes == whole
 
 
-@pytest.mark.parametrize("board", ["MI210", "MI300A", "MI300X", "MI308X", "MI325X", "MI355X"])
+@pytest.mark.parametrize(
+    "board", ["MI210", "MI250", "MI300A", "MI300X", "MI308X", "MI325X", "MI355X"]
+)
 def test_each_board_tells_its_own_modes(board: str, tmp_path: Path) -> None:
     """Modes, profiles and limits come from the files; a board without modes is one whole piece."""
     tree = tree_of(f"1x{board}", tmp_path)
@@ -291,7 +293,12 @@ def pairs(board: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "board",
-    ["MI300A", "MI300X", "MI308X", pytest.param("MI355X", marks=pytest.mark.slow)],
+    [
+        "MI300A",
+        "MI300X",
+        "MI308X",
+        *(pytest.param(board, marks=pytest.mark.slow) for board in ("MI325X", "MI355X")),
+    ],
 )
 def test_every_pair_of_modes_is_reached_and_left(board: str, tmp_path: Path) -> None:
     """From each pair to each other of a board: compute at once, memory at the next reload."""

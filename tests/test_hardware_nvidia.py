@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.fakes.nvml.host import NvidiaHost
 from tests.hardware import nvidia
 from tests.test_backend_nvidia import H100, hosted, process
@@ -53,13 +55,14 @@ def test_every_section_is_filled_and_nothing_is_changed(tmp_path: Path) -> None:
     assert json.dumps(document, default=str)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_hangs_costs_its_own_sections_alone(tmp_path: Path) -> None:
     """One section waits for a hung GPU; its others are left out, and the next GPU is measured."""
     host, _ = hosted(tmp_path, f"2x{H100}")
     host.backend.discover()
     key = host.fail("nvmlDeviceGetMigMode", device="#0", action="hang")
     try:
-        nvidia_section, nvidia.SECTION_S = nvidia.SECTION_S, 2.0  # type: ignore[misc]
+        nvidia_section, nvidia.SECTION_S = nvidia.SECTION_S, 25.0  # type: ignore[misc]
         document = nvidia.measured(host.backend, 0.2, host.root / "proc")
     finally:
         nvidia.SECTION_S = nvidia_section  # type: ignore[misc]

@@ -88,19 +88,20 @@ def programs(folder: str) -> tuple[int, ...] | None:
         os.close(target)
 
 
-def ask(procs: str, nodes: Iterable[str]) -> dict[str, bool] | None:
+def ask(procs: str, nodes: Iterable[str], probe_s: float = PROBE_S) -> dict[str, bool] | None:
     """Return, by node that exists, whether a process in a cgroup may open it; None: unknown.
 
     Args:
         procs: The cgroup's `cgroup.procs`.
         nodes: Paths of device nodes.
+        probe_s: How long the child may take.
     """
     command = [sys.executable, "-I", "-S", "-c", _CHILD, procs, *nodes]
     try:
         done = subprocess.run(
             command,
             capture_output=True,
-            timeout=PROBE_S,
+            timeout=probe_s,
             stdin=subprocess.DEVNULL,
             text=True,
             check=False,
@@ -121,8 +122,8 @@ class DevicePrograms:
     reads may change, so it holds for `KEPT_S` at most.
     """
 
-    def __init__(self, clock: Callable[[], float] = boottime_s) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = boottime_s, probe_s: float = PROBE_S) -> None:
+        self._clock, self._probe_s = clock, probe_s
         self._kept: dict[tuple[str, tuple[int, ...] | None, tuple[str, ...]], _Answer] = {}
 
     def rules_of(
@@ -145,7 +146,8 @@ class DevicePrograms:
             return kept.rules
         if len(self._kept) >= KEPT_MOST:
             self._kept.clear()
-        rules = _judged(folder, found, asked)
+        answers = ask(f"{folder}/cgroup.procs", asked, self._probe_s)
+        rules = _judged(folder, found, asked, answers)
         self._kept[key] = _Answer(now_s, rules)
         return rules
 
@@ -156,9 +158,11 @@ class _Answer(NamedTuple):
 
 
 def _judged(
-    folder: str, found: tuple[int, ...] | None, asked: tuple[str, ...]
+    folder: str,
+    found: tuple[int, ...] | None,
+    asked: tuple[str, ...],
+    answers: dict[str, bool] | None,
 ) -> DeviceRules | str:
-    answers = ask(f"{folder}/cgroup.procs", asked)
     name = folder.rstrip("/").rpartition("/")[2] or folder
     if answers is None:
         return f"no child could ask in cgroup {name} what its device programs allow"

@@ -261,6 +261,7 @@ class Tree:
         self._folder(pci / "drm")
         self._put(pci / "device", f"0x{board.device_id:04x}")
         self._put(pci / "numa_node", str(state.numa))
+        self._put(pci / "product_name", board.product)
         self._put(pci / "unique_id", state.serial.removeprefix("0x"))
         self._put(pci / "mem_info_vram_total", str(board.memory_mib * MIB))
         used = sum(client.memory_bytes for client in self.machine.clients(state.id))

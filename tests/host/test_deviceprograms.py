@@ -20,7 +20,13 @@ from alloy_agent.host.deviceprograms import KEPT_S, DevicePrograms, DeviceRules,
 from tests.host import devicebpf
 
 OWN, OTHER = (1, 7), (1, 9)  # /dev/full and /dev/urandom, harmless, under names of their own
+PATIENT_S = 60.0
 SLEEP = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+def patient() -> DevicePrograms:
+    """Return one that waits for its children however busy the machine is."""
+    return DevicePrograms(probe_s=PATIENT_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +78,7 @@ def test_the_kernel_names_the_programs_in_effect(fenced: str) -> None:
 @pytest.mark.host
 def test_what_a_program_allows_is_told_without_opening(fenced: str, nodes: tuple[str, str]) -> None:
     """The own node is allowed, the neighbour's is not, and nobody stays in the cgroup."""
-    rules = DevicePrograms().rules_of(fenced, nodes)
+    rules = patient().rules_of(fenced, nodes)
     assert isinstance(rules, DeviceRules)
     assert rules.allowed == (nodes[0],)
     assert str((programs(fenced) or (0,))[0]) in rules.by
@@ -83,13 +89,13 @@ def test_what_a_program_allows_is_told_without_opening(fenced: str, nodes: tuple
 def test_a_program_that_lets_everything_pass_is_no_fence(nodes: tuple[str, str]) -> None:
     """That a program is attached says nothing: one that allows all is no fence."""
     with devicebpf.group(devicebpf.allowing_all()) as folder:
-        assert DevicePrograms().rules_of(folder, nodes) == DeviceRules(by="", allowed=("*",))
+        assert patient().rules_of(folder, nodes) == DeviceRules(by="", allowed=("*",))
 
 
 @pytest.mark.host
 def test_a_witness_tells_the_fence_of_an_only_device(fenced: str, nodes: tuple[str, str]) -> None:
     """With one device on the node its tenant may open every node asked for, and is fenced."""
-    rules = DevicePrograms().rules_of(fenced, nodes[:1], witness=nodes[1])
+    rules = patient().rules_of(fenced, nodes[:1], witness=nodes[1])
     assert isinstance(rules, DeviceRules)
     assert rules.by
     assert rules.allowed == nodes[:1]
@@ -99,7 +105,7 @@ def test_a_witness_tells_the_fence_of_an_only_device(fenced: str, nodes: tuple[s
 def test_answers_are_kept_until_the_programs_change(nodes: tuple[str, str]) -> None:
     """A second look starts no child; another program, or time, makes it ask again."""
     now = [0.0]
-    asking = DevicePrograms(clock=lambda: now[0])
+    asking = DevicePrograms(clock=lambda: now[0], probe_s=PATIENT_S)
     with devicebpf.group(devicebpf.allowing([OWN, OTHER])) as folder:
         first = asking.rules_of(folder, nodes)
         assert asking.rules_of(folder, nodes) is first
@@ -115,7 +121,7 @@ def test_answers_are_kept_until_the_programs_change(nodes: tuple[str, str]) -> N
 def test_a_cgroup_that_nobody_can_join_is_unknown(nodes: tuple[str, str], tmp_path: Path) -> None:
     """No child inside, no answer: a reason, never a pass."""
     assert ask(f"{tmp_path}/no/cgroup.procs", nodes) is None
-    assert isinstance(DevicePrograms().rules_of(str(tmp_path / "gone"), nodes), str)
+    assert isinstance(patient().rules_of(str(tmp_path / "gone"), nodes), str)
 
 
 @pytest.fixture
@@ -157,7 +163,7 @@ def test_three_backends_see_the_same_program(
     ids = str((programs(fenced) or (0,))[0])
     monkeypatch.setattr(processes, "detect", lambda *_: _v2_alone())
     monkeypatch.setattr(processes, "_v1_rules", lambda *_: None)
-    nvidia = processes.fence_of(Path("/proc"), tenant)
+    nvidia = processes.fence_of(Path("/proc"), tenant, patient())
     assert (ids in nvidia.by, nvidia.allowed, nvidia.unknown) == (True, (), "")
     monkeypatch.setattr(fence, "v1_path", lambda *_: None)
     dev = tmp_path / "dev"
@@ -165,10 +171,10 @@ def test_three_backends_see_the_same_program(
     for number, (major, minor) in ((128, OWN), (129, OTHER)):
         node = dev / f"dri/renderD{number}"
         os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
-    amd = fence.Fences(Files(), Roots(dev=str(dev))).of(tenant)
+    amd = fence.Fences(Files(), Roots(dev=str(dev)), patient()).of(tenant)
     assert amd is not None
     assert (ids in amd.by, amd.allowed) == (True, ("/dev/dri/renderD128",))
     place = fenced.removeprefix(detect().unified.mount)  # type: ignore[union-attr]
-    neuron = device_fence({"": place}, _v2_alone(), {os.makedev(245, 0): 0})
+    neuron = device_fence({"": place}, _v2_alone(), {os.makedev(245, 0): 0}, patient())
     assert isinstance(neuron, Fence)
     assert (ids in neuron.by, neuron.allowed, neuron.everything) == (True, (), False)

@@ -146,9 +146,13 @@ def device_of(files: Files, roots: Roots, sight: Sight, noted: DeviceEntry, driv
 
 
 def _model(files: Files, pci: str, number: int) -> str:
-    if number in PRODUCTS:
-        return PRODUCTS[number][0]
-    return files.text(f"{pci}/product_name") or f"AMD Instinct 0x{number:04x}"
+    known = PRODUCTS[number][0] if number in PRODUCTS else ""
+    if known and "/" not in known:
+        return known
+    told = files.text(f"{pci}/product_name") or ""
+    if known:  # two products have this number: the card's own name decides
+        return next((word for word in told.split() if word in known.split("/")), known)
+    return told or f"AMD Instinct 0x{number:04x}"
 
 
 def _unsettled(sight: Sight) -> str:
