@@ -2,9 +2,10 @@
 
 `/healthz` answers whether the agent's own loops turn; a sick device never makes it red, since
 restarting the agent would not heal a device. `/readyz` is red until the node has been seen once.
-Each request has a thread of its own, of which there is a bounded number, and a deadline. When all
-are taken, the one that has lasted longest gives way, so that clients that send or read slowly, by
-mistake or on purpose, hold nobody up: a probe is always answered.
+Each request has a thread of its own, of which there is a bounded number, and a deadline: for each
+read and write, and for the connection as a whole, so that a client that sends a byte now and then
+is ended too. When all are taken, the one that has lasted longest gives way, so that clients that
+send or read slowly, by mistake or on purpose, hold nobody up: a probe is always answered.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from alloy_agent.telemetry.metrics import CONTENT_TYPE, OPENMETRICS_TYPE
 LOG = logging.getLogger(__name__)
 
 REQUEST_DEADLINE_S = 10.0
+CONNECTION_S = 15.0  # from the first byte to the last, however lively it is
 MAX_REQUESTS = 16
 LOOK_AT_STOP_S = 0.5
 PATIENCE_S = 0.1  # a page takes milliseconds; what lasted longer may have to give way
@@ -97,14 +99,20 @@ class _Server(ThreadingHTTPServer):
         self.open[request.fileno()] = (time.monotonic(), request)
         super().process_request(request, client_address)
 
+    def service_actions(self) -> None:
+        """End the connections that have lasted too long; called by the serving loop."""
+        if self.open:
+            begun_s = time.monotonic() - CONNECTION_S
+            for since_s, request in tuple(self.open.values()):
+                if since_s < begun_s:
+                    _cut(request)
+
     def _end_oldest(self) -> None:
         """Cut the connection that has lasted longest, if it lasts longer than any scrape."""
         oldest = min(tuple(self.open.values()), key=lambda one: one[0], default=None)
         if oldest is None or time.monotonic() - oldest[0] < PATIENCE_S:
             return
-        with contextlib.suppress(OSError):
-            # Its thread wakes and ends by itself. Below TLS, whose state belongs to that thread.
-            socket.socket.shutdown(oldest[1], socket.SHUT_RDWR)
+        _cut(oldest[1])
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one request and give its slot back."""
@@ -118,6 +126,13 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a failed request as an event; the client is gone or misbehaved."""
         LOG.debug("http_request_failed", extra={"reason": str(sys.exc_info()[1])})
+
+
+def _cut(request: Any) -> None:
+    """End a connection from outside; its thread wakes and ends by itself."""
+    with contextlib.suppress(OSError):
+        # Below TLS, whose state belongs to that thread.
+        socket.socket.shutdown(request, socket.SHUT_RDWR)
 
 
 class _Server6(_Server):

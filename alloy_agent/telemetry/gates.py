@@ -9,7 +9,8 @@ Rules that stay true in here:
 * Closing is immediate. Re-opening needs a margin, and the margin to hold for a dwell.
 * Missing or old values never close and never open: the gate is unknown. Unknown stops new
   placements and nothing else; only health drains.
-* An unknown in between does not shorten the dwell of a gate that was closed.
+* An unknown in between does not shorten the dwell of a gate that was closed, nor does a time in
+  which nobody looked: a dwell that a suspend fell into begins anew.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Gate(Value, frozen=True, kw_only=True):
     age_s: float = 0.0
     latched: bool = False
     good_since_s: float | None = None
+    judged_s: float = 0.0  # while it waits to open again
 
 
 OPEN: Final = Opinion(state=GateState.OPEN)
@@ -82,7 +84,9 @@ def step(gate: str, before: Gate | None, now: Opinion, now_s: float, dwell_s: fl
     good = now.state is GateState.OPEN and not now.near
     good_since_s = None
     if good and before is not None:
-        good_since_s = now_s if before.good_since_s is None else before.good_since_s
+        watched = now_s - before.judged_s <= dwell_s
+        good_since_s = before.good_since_s if watched else None
+        good_since_s = now_s if good_since_s is None else good_since_s
         if now_s - good_since_s >= dwell_s:
             return _moved(gate, before, GateState.OPEN, now, now_s, latched=False)
     if now.state is GateState.UNKNOWN:
@@ -90,7 +94,7 @@ def step(gate: str, before: Gate | None, now: Opinion, now_s: float, dwell_s: fl
     reason = "back within limits, waiting for it to last" if good else "too close to its limit"
     waiting = msgspec.structs.replace(now, reason=reason)
     held = _moved(gate, before, GateState.CLOSED, waiting, now_s, latched=True)
-    return msgspec.structs.replace(held, good_since_s=good_since_s)
+    return msgspec.structs.replace(held, good_since_s=good_since_s, judged_s=now_s)
 
 
 def _moved(  # noqa: PLR0913, PLR0917 - the fields of a gate
