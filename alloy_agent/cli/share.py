@@ -256,7 +256,8 @@ def _join_alone(arguments: Namespace) -> JoinedDocument:
     from alloy_agent.conformance.keeper.messages import Join, JoinedDocument
     from alloy_agent.daemon.addresses import share_root
 
-    root, device = share_root(settings_of(arguments)), arguments.device
+    settings = settings_of(arguments)
+    root, device = share_root(settings), arguments.device
     if device != EMULATED and arguments.fake:
         raise ConfigError(
             "share run: simulated devices are shared through an agent alone",
@@ -268,6 +269,7 @@ def _join_alone(arguments: Namespace) -> JoinedDocument:
     environment = client.join(
         device,
         root,
+        Path(settings.state_dir) / "lib",
         Join(
             name=name,
             role=_role(arguments),

@@ -198,6 +198,7 @@ class Daemon:
         self.telemetry: Telemetry | None = None
         self.claims: Claims | None = None
         self.shares: Shares | None = None
+        self._opening = threading.Lock()
         self._outlets: Outlets | None = None
         self._early: list[DeviceEvent] = []  # came before the telemetry was there
         self._slow_s = 0.0
@@ -263,9 +264,26 @@ class Daemon:
             thaw_all(root)
 
     def _start_shares(self, stack: contextlib.ExitStack) -> None:
-        """Keep the devices that are shared now, and those that will be."""
+        """Keep the devices that are shared already; the room is opened when it is needed first."""
         if self.node.degraded:
             return
+        stack.callback(self._stop_shares)
+        root = share_root(self.settings)
+        if next(root.glob("*/members.json"), None) is not None:
+            self._share_room().start()
+
+    def _stop_shares(self) -> None:
+        if self.shares is not None:
+            self.shares.stop()
+
+    def _share_room(self) -> Shares:
+        """Return the room of shared devices; a node that shares none never loads it."""
+        with self._opening:
+            if self.shares is None:
+                self.shares = self._open_shares()
+            return self.shares
+
+    def _open_shares(self) -> Shares:
         from alloy_agent.daemon.shares import Hooks, Shares
         from alloy_agent.daemon.shareviews import rate_states
         from alloy_agent.daemon.sharing import Throttles, policies, stated_policies
@@ -277,6 +295,7 @@ class Daemon:
 
         shares = Shares(
             share_root(self.settings),
+            Path(self.settings.state_dir) / "lib",
             Hooks(
                 simulated=self._is_simulated,
                 policies=lambda: policies(stated_policies(node), node.store.claims()),
@@ -290,9 +309,7 @@ class Daemon:
                 [v.device for v in shares.views()], shares.views(), clock.boottime_s()
             )
         )
-        self.shares = shares
-        shares.start()
-        stack.callback(shares.stop)
+        return shares
 
     def _is_simulated(self, device: str) -> bool:
         snapshot = self.seen.snapshot or self.node.observe()
@@ -543,15 +560,16 @@ class Daemon:
                 self.observe,
                 lambda drained: reaches_beyond(self.settings, drained),
             )
-        if self.shares is not None and kind in ("join", "set_rate_policy"):
+        if kind in ("join", "set_rate_policy") and not self.node.degraded:
             from alloy_agent.daemon.sharing import join_reply, policy_reply
 
             if kind == "join":
-                reply = join_reply(self.node, self.shares, command)
+                reply = join_reply(self.node, self._share_room(), command)
                 self._touched()
                 return reply
             reply = policy_reply(self.node, command)
-            self.shares.look()
+            if self.shares is not None:
+                self.shares.look()
             return reply
         if self.desk is None:
             from alloy_agent.proto.failures import unknown_command_reply

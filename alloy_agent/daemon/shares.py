@@ -96,11 +96,12 @@ class Shares:
 
     Args:
         root: The folder of all shared devices.
+        libraries: Where the gate is, or is built; `/run` may allow no code.
         hooks: What the rest of the daemon says and hears, on the thread of this room.
     """
 
-    def __init__(self, root: Path, hooks: Hooks) -> None:
-        self.root, self._hooks = root, hooks
+    def __init__(self, root: Path, libraries: Path, hooks: Hooks) -> None:
+        self.root, self._libraries, self._hooks = root, libraries, hooks
         self.joining = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._told_s = 0.0
@@ -148,7 +149,7 @@ class Shares:
             UnsupportedError: There is no gate on this host, and no compiler to build it.
         """
         folder = client.folder_of(self.root, device)
-        library(self.root / "lib")  # a host that cannot build it is told so at once
+        library(self._libraries)  # a host that cannot build it is told so at once
         self._ensure(device)
         until_s = time.monotonic() + client.START_S
         while time.monotonic() < until_s:
@@ -248,7 +249,9 @@ class Shares:
         return True
 
     def _start(self, kept: _Kept) -> None:
-        argv = client.command(kept.device, kept.folder, emulate=kept.emulate, agent=True)
+        argv = client.command(
+            kept.device, kept.folder, self._libraries, emulate=kept.emulate, agent=True
+        )
         kept.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,

@@ -103,10 +103,10 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def built(libraries: tuple[Path, Path], root: Path) -> None:
+def built(libraries: tuple[Path, Path], state: Path) -> None:
     """Put the libraries where keepers look for them: compiling takes long on a busy machine."""
     for library in libraries:
-        place = root / "lib" / library.parent.name
+        place = state / "lib" / library.parent.name
         place.mkdir(parents=True, exist_ok=True)
         shutil.copy2(library, place / library.name)
 
@@ -126,7 +126,7 @@ def shell(libraries: tuple[Path, Path]) -> Iterator[Shell]:
     with tempfile.TemporaryDirectory(prefix="alloy-") as name:
         folder = Path(name)
         made = Shell(folder)
-        built(libraries, made.device.parent)
+        built(libraries, folder / "state")
         yield made
         made.clean()
         # keeper and emulated device leave by themselves once their tenants are gone

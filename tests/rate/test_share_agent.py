@@ -47,7 +47,7 @@ class Share:
 
     def __init__(self, site: Site, libraries: tuple[Path, Path]) -> None:
         self.site = site
-        built(libraries, site.state / "share")
+        built(libraries, site.state)
         layout = site.folder / "layout.yaml"
         layout.write_text(LAYOUT, encoding="utf-8")
         assert site.run("apply", str(layout), "--yes").returncode == 0

@@ -69,8 +69,10 @@ def ask(folder: Path, request: Request) -> Answer:
     return answer
 
 
-def join(device: str, root: Path, request: Join) -> dict[str, str]:
+def join(device: str, root: Path, libraries: Path, request: Join) -> dict[str, str]:
     """Return the environment of a new tenant; start a keeper of our own if there is none.
+
+    The gate is in `libraries`, or is built there.
 
     Raises:
         BackendError: No keeper came up, or it does not answer.
@@ -78,7 +80,7 @@ def join(device: str, root: Path, request: Join) -> dict[str, str]:
         UnsupportedError: There is no gate on this host, and no compiler to build it.
     """
     folder = folder_of(root, device)
-    library(root / "lib")  # a host that cannot build it is told so at once
+    library(libraries)  # a host that cannot build it is told so at once
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     end_s = time.monotonic() + START_S
     again_s = 0.0
@@ -88,7 +90,7 @@ def join(device: str, root: Path, request: Join) -> dict[str, str]:
         except OSError:
             if now_s >= again_s:  # another one may have taken its place, and left meanwhile
                 again_s = now_s + START_AGAIN_S
-                _start(device, folder)
+                _start(device, folder, libraries)
             time.sleep(LOOK_AGAIN_S)
     raise BackendError(
         f"the keeper of {device} does not come up", cure=f"read {folder / 'keeper.log'}"
@@ -121,11 +123,11 @@ def views(root: Path) -> tuple[ShareView, ...]:
     return tuple(found)
 
 
-def command(device: str, folder: Path, *, emulate: bool, agent: bool) -> list[str]:
+def command(device: str, folder: Path, libraries: Path, *, emulate: bool, agent: bool) -> list[str]:
     """Return the command line of a keeper."""
     argv = [sys.executable, "-s", "-P", "-m", "alloy_agent.conformance.keeper"]
     options = [*(["--emulate"] if emulate else []), *(["--agent"] if agent else [])]
-    return [*argv, *options, device, str(folder)]
+    return [*argv, *options, device, str(folder), str(libraries)]
 
 
 def environment() -> dict[str, str]:
@@ -138,11 +140,11 @@ def environment() -> dict[str, str]:
     return kept
 
 
-def _start(device: str, folder: Path) -> None:
+def _start(device: str, folder: Path, libraries: Path) -> None:
     """Start a keeper that is nobody's child."""
     with (folder / "keeper.log").open("ab") as log:
         subprocess.run(
-            command(device, folder, emulate=device == "emulated", agent=False),
+            command(device, folder, libraries, emulate=device == "emulated", agent=False),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log,

@@ -26,14 +26,14 @@ MODULE: Final = "alloy_agent.silicon.accelerator.server"
 class Emulator:
     """One emulated device and our connection to it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, libraries: Path) -> None:
         """Take up the device that is there, or start one.
 
         Raises:
             BackendError: It does not come up.
         """
         self.path = folder / "device.sock"
-        self.library = library(folder.parent / "lib", emulated=True)
+        self.library = library(libraries, emulated=True)
         self._process: subprocess.Popen[bytes] | None = None
         peer = _connected(self.path)
         if peer is None:

@@ -1,6 +1,6 @@
 """The process that keeps one shared device: loop, socket, tenants' lifetimes.
 
-    python -m alloy_agent.conformance.keeper [--emulate] [--agent] DEVICE FOLDER
+    python -m alloy_agent.conformance.keeper [--emulate] [--agent] DEVICE FOLDER LIBRARIES
 
 Beneath a daemon (`--agent`) its standard input is the daemon's life: when that ends, the keeper
 shuts the gates, thaws what it froze and leaves; the daemon's next one adopts the tenants. On its
@@ -65,7 +65,13 @@ class Keeper:
     """One device's loop, its socket and the tenants' lifetimes."""
 
     def __init__(
-        self, device: str, folder: Path, *, emulate: bool = False, agent: bool = False
+        self,
+        device: str,
+        folder: Path,
+        libraries: Path,
+        *,
+        emulate: bool = False,
+        agent: bool = False,
     ) -> None:
         """Take the device, thaw, and adopt who is there.
 
@@ -84,8 +90,8 @@ class Keeper:
             freezer = Freezer(self._topology, folder / "frozen")
             self._thawed = freezer.recover()
         self.shared = SharedDevice(device, folder, freezer=freezer)
-        gate = library(folder.parent / "lib")
-        self._emulator = Emulator(folder) if emulate else None
+        gate = library(libraries)
+        self._emulator = Emulator(folder, libraries) if emulate else None
         self._environment = {"LD_PRELOAD": str(gate)}
         if self._emulator is not None:
             self._environment |= self._emulator.environment
@@ -389,14 +395,18 @@ def _check_budget(ratio: float | None) -> None:
 def main(arguments: list[str]) -> int:
     """Keep one device; where another keeper does, leave it to that one."""
     options = {word for word in arguments if word.startswith("--")}
-    device, folder = (word for word in arguments if not word.startswith("--"))
+    device, folder, libraries = (word for word in arguments if not word.startswith("--"))
     if "--agent" not in options and os.fork():
         return os.EX_OK  # the command that started it must not have it as a child
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     try:
         keeper = Keeper(
-            device, Path(folder), emulate="--emulate" in options, agent="--agent" in options
+            device,
+            Path(folder),
+            Path(libraries),
+            emulate="--emulate" in options,
+            agent="--agent" in options,
         )
     except BlockingIOError:
         return os.EX_TEMPFAIL
