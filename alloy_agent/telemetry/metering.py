@@ -137,7 +137,10 @@ def advance(
     gap_ns = ns(GAP_PERIODS * period_s)
     at, last, before = account.at_ns, account.last_ns, account.last_ratio
     active, idle, unobserved = account.active_ns, account.idle_ns, account.unobserved_ns
-    rest = [(round(time_s * NS), min(1.0, max(0.0, value))) for time_s, value in samples]
+    rest = [
+        (round(time_s * NS), value if 0.0 <= value <= 1.0 else min(1.0, max(0.0, value)))
+        for time_s, value in samples
+    ]
     while rest:
         time, ratio = rest[0]
         if last is not None and time <= last:
