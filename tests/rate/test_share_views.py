@@ -27,7 +27,7 @@ from alloy_agent.conformance.keeper.messages import (
     counts_differ,
 )
 from alloy_agent.conformance.keeper.process import Keeper
-from alloy_agent.conformance.keeper.watch import Maps, _Tally
+from alloy_agent.conformance.keeper.watch import Maps, Reading, _Tally, launches_between
 from alloy_agent.conformance.report.shares import shares_section
 from alloy_agent.conformance.shares import SharesOnHost, report_of, share_facts
 from alloy_agent.daemon.shares import standing
@@ -419,6 +419,24 @@ def test_counts_differ_by_more_than_a_twentieth(launched: int, witnessed: int) -
     apart = abs(launched - witnessed)
     assert counts_differ(launched, witnessed) == (apart > max(20, 0.05 * launched))
     assert not counts_differ(launched, None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 500)), min_size=2, max_size=8),
+)
+def test_a_thread_that_is_put_aside_sees_no_bypass(steps: list[tuple[int, int]]) -> None:
+    """However much is launched between the two looks at the page, an honest count agrees."""
+    readings, launched = [], 0
+    for during, between in steps:
+        least = launched
+        launched += during
+        kernel = least + during // 3  # the counters were read somewhere in between
+        readings.append(Reading(at_s=0.0, least=least, most=launched, kernel=kernel))
+        launched += between
+    page, witnessed = launches_between(readings[0], readings[-1])
+    assert page == witnessed
+    around = msgspec.structs.replace(readings[-1], kernel=readings[-1].kernel + 5000)
+    assert counts_differ(*launches_between(readings[0], around))
 
 
 def test_a_gate_is_known_by_its_content(tmp_path: Path) -> None:

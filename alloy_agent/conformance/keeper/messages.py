@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from alloy_agent.conformance.checks.sharing import WITNESS_FEWEST, WITNESS_RATIO
 from alloy_agent.conformance.gate.device import ShareStatus, TenantStatus
 from alloy_agent.model import Value
 
@@ -97,10 +98,6 @@ class Watched(Value, frozen=True, kw_only=True):
             if pids:
                 found.append(f"pids {', '.join(map(str, pids[:8]))}: {word}")
         return tuple(found)
-
-
-WITNESS_RATIO: Final = 0.05  # Source: docs/rate-control.md, "witness"
-WITNESS_FEWEST: Final = 20
 
 
 def counts_differ(launched: int, witnessed: int | None) -> bool:

@@ -73,6 +73,29 @@ class Mapped(Value, frozen=True, kw_only=True):
         return self.gated and bool(self.drivers)
 
 
+class Reading(Value, frozen=True, kw_only=True):
+    """One look at both counts. The page was read before and after the kernel's counters.
+
+    This thread may be put aside in between, so what the page said at the moment of the kernel's
+    count is known to lie from `least` to `most` only.
+    """
+
+    at_s: float
+    least: int
+    most: int
+    kernel: int
+
+
+def launches_between(then: Reading, now: Reading) -> tuple[int, int]:
+    """Return the launches of a window by the page and by the kernel.
+
+    Of what the page may have counted, the number that is nearest to the kernel's is taken.
+    """
+    witnessed = now.kernel - then.kernel
+    least, most = now.least - then.most, now.most - then.least
+    return max(0, min(max(witnessed, least), most)), witnessed
+
+
 @dataclass
 class _Tally:
     """The launches that a page has counted since it began, over slots that come and go."""
@@ -111,10 +134,8 @@ class _Watch:
     probes: dict[File, list[Witness]] = field(default_factory=dict)
     stubs: bool = True  # all probed libraries are our own: the probes may stay
     why: str = "no process of it maps a driver library"
-    since_s: float = 0.0  # of the window in hand
     sampled_s: float = -WINDOW_EVERY_S
-    counted: tuple[int, int] = (0, 0)  # of page and kernel when the window began
-    spans: list[tuple[float, int, int]] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)  # oldest first; the last began a window
 
 
 class Watcher:
@@ -320,9 +341,8 @@ class Watcher:
                 if file not in watch.probes and file not in watch.refused:
                     added = self._probe(watch, file, Path(path)) or added
         if added and watch.tally is not None:
-            watch.tally.read()
-            watch.counted = (watch.tally.total, _sum(watch))
-            watch.since_s, watch.spans = time.monotonic(), []
+            _, reading = _read(watch, watch.tally)
+            watch.readings = [reading]
 
     def _probe(self, watch: _Watch, file: File, path: Path) -> bool:
         begun_s = time.monotonic()
@@ -352,21 +372,20 @@ class Watcher:
         """Return what page and kernel counted in the window in hand, and begin the next one."""
         if watch.tally is None:
             return Watched(witness="its page cannot be read")
-        whole = watch.tally.read()
-        now_s, counted = time.monotonic(), (watch.tally.total, _sum(watch))
-        took_s = now_s - watch.since_s
-        launched, witnessed = (now - then for now, then in zip(counted, watch.counted, strict=True))
         word = "uprobe counters" if watch.stubs else f"uprobe counters, {WINDOW_S} s in 30 s"
-        watch.since_s, watch.counted = now_s, counted
+        whole, now = _read(watch, watch.tally)
+        last = watch.readings[-1]
         if not whole:
-            watch.spans = []
-            return Watched(window_s=took_s, witness="a process came or went in this window")
-        watch.spans = [s for s in watch.spans if s[0] > now_s - SPAN_S]
-        watch.spans.append((now_s, launched, witnessed))
-        if not counts_differ(launched, witnessed):  # small differences add up over the span
-            launched = sum(span[1] for span in watch.spans)
-            witnessed = sum(span[2] for span in watch.spans)
-            took_s = now_s - watch.spans[0][0] + took_s
+            watch.readings = [now]
+            why = "a process came or went in this window"
+            return Watched(window_s=round(now.at_s - last.at_s, 3), witness=why)
+        launched, witnessed = launches_between(last, now)
+        took_s = now.at_s - last.at_s
+        watch.readings = [r for r in watch.readings if r.at_s > now.at_s - SPAN_S] or [last]
+        if not counts_differ(launched, witnessed):  # a trickle adds up over the span
+            launched, witnessed = launches_between(watch.readings[0], now)
+            took_s = now.at_s - watch.readings[0].at_s
+        watch.readings.append(now)
         return Watched(
             launched=launched, witnessed=witnessed, window_s=round(took_s, 3), witness=word
         )
@@ -384,8 +403,13 @@ class Watcher:
         )
 
 
-def _sum(watch: _Watch) -> int:
-    return sum(probe.count() for probes in watch.probes.values() for probe in probes)
+def _read(watch: _Watch, tally: _Tally) -> tuple[bool, Reading]:
+    """Return one look at both counts, and whether all of the page is accounted for."""
+    whole = tally.read()
+    least = tally.total
+    kernel = sum(probe.count() for probes in watch.probes.values() for probe in probes)
+    whole = tally.read() and whole
+    return whole, Reading(at_s=time.monotonic(), least=least, most=tally.total, kernel=kernel)
 
 
 def _is_stub(path: Path, offsets: dict[str, int]) -> bool:
