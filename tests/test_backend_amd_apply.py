@@ -235,6 +235,25 @@ def test_another_mask_is_another_share_and_another_cap_is_not(tmp_path: Path) ->
         assert sorted(map(len, masks(rooms))) == [8 * 8] * 2 + [22 * 8]
 
 
+def test_a_cap_that_somebody_changed_is_set_again(tmp_path: Path) -> None:
+    """A share whose cap was lifted from outside is shown as altered, and an apply repairs it."""
+    tree = tree_of("1xMI300X", tmp_path)
+    kernel = DmemTree(tmp_path / "cg2", REGIONS)
+    wanted = shares(production_memory="96GiB", opportunistic_memory="24GiB")
+    with Rooms(tree.backend(cgroups=kernel), tmp_path / "store") as rooms:
+        rooms.reconciler.apply(rooms.plan(wanted))
+        piece = next(p for p in rooms.snapshot().partitions if p.share is Share.PRODUCTION)
+        folder = Path(piece.access.cgroup_procs[0]).parent
+        region = next(iter(REGIONS))
+        kernel.write(f"{folder}/dmem.max", f"{region} max")
+        lifted = next(p for p in rooms.snapshot().partitions if p.id == piece.id)
+        assert "has none as memory cap" in lifted.altered
+        assert len(rooms.plan(wanted).steps) == 1
+        assert rooms.reconciler.apply(rooms.plan(wanted)).outcome == "applied"
+        assert f"{region} {96 << 30}" in (folder / "dmem.max").read_text()
+        assert not [p for p in rooms.snapshot().partitions if p.altered]
+
+
 @pytest.mark.parametrize("failing", range(1, 7))
 def test_shares_roll_back_at_each_failing_write(failing: int, tmp_path: Path) -> None:
     """Whichever write of a cgroup fails, no share, cap or cgroup of the attempt is left."""

@@ -63,6 +63,12 @@ def test_a_capped_share_is_enforced_by_the_driver(tmp_path: Path) -> None:
     host.backend.apply(Configure(device=ident, partition=piece, memory_bytes=4 << 30))
     assert host.backend.observe(ident).partitions[0].memory_bytes == 4 << 30
     assert [hard for _, hard in host.library.memory_limits.values()] == [4 << 30]
+    (key,) = host.library.memory_limits
+    host.library.memory_limits[key] = (0, 9 << 30)
+    (altered,) = host.backend.observe(ident).partitions
+    assert f"has {9 << 30} bytes as memory cap" in altered.altered
+    host.backend.apply(Configure(device=ident, partition=altered, memory_bytes=4 << 30))
+    assert host.backend.observe(ident).partitions[0].altered == ""
     with pytest.raises(DeviceBusyError, match="shared"):
         host.mig(ident)
     host.backend.apply(Destroy(device=ident, partition=piece))

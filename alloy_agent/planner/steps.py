@@ -45,9 +45,19 @@ def describe(step: Step) -> str:
             memory = step.spec.memory_bytes
             cap = f" with {format_bytes(memory)}" if memory is not None else ""
             group = f" in a group of {len(step.spec.group)}" if step.spec.group else ""
-            return f"create {step.spec.profile}@{start} on {step.device}{cap}{group}"
+            mask = _mask(step.spec)
+            return f"create {step.spec.profile}@{start} on {step.device}{cap}{group}{mask}"
         case Configure():
             return _describe_change(step)
+
+
+def _mask(spec: PartitionSpec) -> str:
+    if spec.cu_mask is None:
+        return ""
+    each, slots = spec.cu_mask
+    if spec.share is Share.PRODUCTION:
+        return f" with a CU mask that leaves {each * slots} of each XCD"
+    return f" with a CU mask of {each} of each XCD"
 
 
 def _describe_change(step: Configure) -> str:

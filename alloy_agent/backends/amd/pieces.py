@@ -331,6 +331,7 @@ def shares_of(
             share=entry.share,
             ordinal=entry.ordinal,
             cu_mask=entry.choice,
+            altered=_altered(entry, groups, sight.bus),
             locator={"share": str(entry.serial), "cu_mask": entry.cu_mask},
             access=replace(
                 access_of(roots, sight.nodes, entry.cu_mask),
@@ -339,3 +340,14 @@ def shares_of(
         )
         for entry in shares
     )
+
+
+def _altered(entry: ShareEntry, groups: ShareGroups, bus: str) -> str:
+    """Return in which way a share's memory cap is not what was granted; "" if it is."""
+    if entry.memory_bytes is None:
+        return ""
+    cap = groups.cap(bus, entry.profile, bus)
+    if cap is not None and cap.max_bytes == entry.memory_bytes:
+        return ""
+    shown = "none" if cap is None or cap.max_bytes is None else f"{cap.max_bytes} bytes"
+    return f"has {shown} as memory cap in force, granted were {entry.memory_bytes} bytes"

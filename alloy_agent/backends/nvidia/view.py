@@ -214,6 +214,7 @@ def _share(gpu: Gpu, seen: Device, record: ShareRecord, shares: Shares) -> Parti
         memory_bytes=record.memory_bytes,
         share=Share(record.share),
         ordinal=record.ordinal,
+        altered=_altered(gpu, record, shares),
         locator={"share": record.serial},
         access=Access(
             cgroup_procs=shares.procs_file(record),
@@ -221,6 +222,17 @@ def _share(gpu: Gpu, seen: Device, record: ShareRecord, shares: Shares) -> Parti
             environment=visible(str(gpu.id)),
         ),
     )
+
+
+def _altered(gpu: Gpu, record: ShareRecord, shares: Shares) -> str:
+    """Return in which way a share's memory cap is not what was granted; "" if it is."""
+    if record.memory_bytes is None:
+        return ""
+    limit = shares.limit(gpu, record)
+    if limit is not None and limit.hard_bytes == record.memory_bytes:
+        return ""
+    shown = "none" if limit is None or limit.hard_bytes is None else f"{limit.hard_bytes} bytes"
+    return f"has {shown} as memory cap in force, granted were {record.memory_bytes} bytes"
 
 
 def _instance(gpu: Gpu, piece: Piece, caps: CapsMinors) -> Partition:
