@@ -79,6 +79,9 @@ def detect(proc_root: str | Path = "/proc", host_root: str | Path = "") -> Cgrou
     known, disabled = _controllers(read_bytes(f"{proc_root}/cgroups"))
     best: dict[str, Hierarchy] = {}
     for line in read_bytes(f"{proc_root}/self/mountinfo").split(b"\n"):
+        point = _mount_point(line, str(host_root))
+        for label in [name for name, kept in best.items() if point and _covers(point, kept.mount)]:
+            del best[label]  # hidden: a container runtime mounts its own tree over the host's
         found = _hierarchy(line, str(host_root), known)
         if found is None:
             continue
@@ -126,6 +129,21 @@ def _hierarchy(line: bytes, host_root: str, known: tuple[str, ...]) -> Hierarchy
     named = tuple(o for o in options if o.startswith("name="))
     label = ",".join(controllers or named)
     return Hierarchy(version=1, mount=mount, root=root, controllers=controllers, label=label)
+
+
+def _mount_point(line: bytes, host_root: str) -> str:
+    """Return where something is mounted, or nothing for a root.
+
+    A root is listed after what an initial file system had mounted and handed over, and hides none.
+    """
+    fields = line.split(b" ")
+    point = _unescape(fields[4]) if len(fields) > 4 else "/"
+    return host_root + point if point != "/" else ""
+
+
+def _covers(point: str, mount: str) -> bool:
+    """Whether a mount hides an earlier one: it is at the same place, or above it."""
+    return mount == point or mount.startswith(f"{point.rstrip('/')}/")
 
 
 def _unescape(field: bytes) -> str:

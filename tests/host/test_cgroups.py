@@ -409,3 +409,23 @@ def test_a_read_only_tree_says_so(tmp_path: Path) -> None:
     error = refused(OSError(30, "Read-only file system"), "writing '1' to /sys/fs/cgroup/x")
     assert isinstance(error, NotPermittedError)
     assert str(error).startswith("writing '1' to /sys/fs/cgroup/x: Read-only file system: mount")
+
+
+def test_a_tree_that_is_mounted_over_is_not_seen(tmp_path: Path) -> None:
+    """A container runtime mounts its own tree over the host's: what is hidden is not there."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "cgroups").write_text("cpuset\t1\t1\t1\nmemory\t2\t1\t1\n")
+    lines = [
+        "1 0 0:1 / /sys rw - sysfs sysfs rw",
+        "2 1 0:2 / /sys/fs/cgroup rw - tmpfs tmpfs rw",
+        "3 2 0:3 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset",
+        "4 2 0:4 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw",
+        "5 1 0:5 / /sys/fs/cgroup rw - tmpfs tmpfs rw",
+        "6 5 0:3 /pod/c /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset",
+    ]
+    (tmp_path / "self/mountinfo").write_text("\n".join(lines) + "\n")
+    (only,) = detect(tmp_path).hierarchies
+    assert (only.label, only.root) == ("cpuset", "/pod/c")
+    root_last = [*lines[:4], "9 0 8:1 / / rw - ext4 /dev/sda rw"]
+    (tmp_path / "self/mountinfo").write_text("\n".join(root_last) + "\n")
+    assert len(detect(tmp_path).hierarchies) == 2
