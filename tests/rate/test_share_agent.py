@@ -73,7 +73,12 @@ class Share:
     def view(self) -> dict[str, Any]:
         """Return how the device stands; {} where no keeper tells."""
         found = client.views(self.folder.parent)
-        return next((msgspec.to_builtins(v) for v in found if v.device == self.device), {})
+        views = [json.loads(msgspec.json.encode(v)) for v in found if v.device == self.device]
+        return dict(views[0]) if views else {}
+
+    def told(self, key: str) -> Any:
+        """Return something that the keeper tells, once it does."""
+        return wait_for(key, lambda: self.view().get(key))
 
     def tenant(self, name: str) -> dict[str, Any]:
         return next((t for t in self.view().get("tenants", ()) if t["name"] == name), {})
@@ -143,14 +148,14 @@ def test_a_restarted_agent_thaws_and_adopts(share: Share) -> None:
     share.start("--opportunistic", "n", NEIGHBOUR)
     share.grows("p")
     share.grows("n")
-    group = share.tenant("n")["cgroup"]
+    group = wait_for("the cgroup", lambda: share.tenant("n").get("cgroup"))
     state = share.folder / "n.state"
     with state.open("r+b") as page:  # a page without sense costs the lease, and freezes
         head = page.read(16)
         page.seek(0)
         page.write(b"\0" * 16)
     wait_for("the freeze", lambda: frozen(group))
-    keeper = share.view()["keeper_pid"]
+    keeper = share.told("keeper_pid")
     share.agent.process.send_signal(signal.SIGSTOP)  # so that it cannot thaw in order
     os.kill(keeper, signal.SIGKILL)
     share.agent.kill()
@@ -175,7 +180,7 @@ def test_a_lease_ends_with_the_agent(share: Share) -> None:
     share.start("--opportunistic", "n", NEIGHBOUR)
     share.grows("n")
     share.grows("p")
-    keeper = share.view()["keeper_pid"]
+    keeper = share.told("keeper_pid")
     share.agent.kill()
     wait_for("the keeper's end", lambda: not Path(f"/proc/{keeper}").exists())
     before = share.launched("n")
@@ -184,6 +189,20 @@ def test_a_lease_ends_with_the_agent(share: Share) -> None:
     share.grows("p", 200)
     assert share.launched("n") == between  # what was let through before has long been done
     assert between - before <= 2
+
+
+def test_an_agent_takes_over_from_a_command(share: Share) -> None:
+    """A tenant that was started without an agent is kept by the one that starts later."""
+    share.agent.stop()
+    share.device, share.folder = "emulated", share.site.state / "share" / "emulated"
+    started = share.start("--opportunistic", "n", NEIGHBOUR)
+    share.grows("n")
+    assert share.told("keeper") == "own"
+    share.agent = DaemonProcess(share.site).ready()
+    wait_for("the agent's keeper", lambda: share.view().get("keeper") == "agent")
+    wait_for("the tenant", lambda: share.view().get("adopted") == ["n"])
+    share.grows("n")
+    assert started.poll() is None
 
 
 def test_a_bypass_lowers_the_tier_at_once(share: Share) -> None:
@@ -197,7 +216,7 @@ def test_a_bypass_lowers_the_tier_at_once(share: Share) -> None:
             and share.judged().get(("BYP-02", "opportunistic-0@0")) == "pass"
         ),
     )
-    assert share.judged()["RATE-02", "production-0@0"] == "pass"
+    wait_for("control", lambda: share.judged().get(("RATE-02", "production-0@0")) == "pass")
     share.start("--opportunistic", "m", SLIPPING)
     wait_for(
         "the failure",
@@ -206,7 +225,7 @@ def test_a_bypass_lowers_the_tier_at_once(share: Share) -> None:
     judged = share.judged()
     assert judged["TIER", "opportunistic-1@0"] == "advisory"
     assert judged["BYP-03", "opportunistic-0@0"] == "pass"
-    wait_for("the device's failure", lambda: share.judged()["RATE-02", "production-0@0"] == "fail")
+    wait_for("the failure", lambda: share.judged().get(("RATE-02", "production-0@0")) == "fail")
     client = ControlClient.connect(share.site.state / "agent.sock")
     assert client is not None
     with client:
@@ -238,7 +257,7 @@ def test_a_policy_is_kept_and_obeyed(share: Share) -> None:
     done = share.site.run("share", "policy", share.device, "--budget", "7", "--hold")
     assert done.returncode == 0, done.stderr
     wait_for("the hold", lambda: "holds the neighbours" in share.view().get("held", ""))
-    assert share.view()["budget_ratio"] == 0.07
+    wait_for("the budget", lambda: share.view().get("budget_ratio") == 0.07)
     share.agent.kill()
     share.agent = DaemonProcess(share.site).ready()
     wait_for("the hold", lambda: "holds the neighbours" in share.view().get("held", ""))
@@ -279,7 +298,8 @@ def test_what_is_shown(share: Share) -> None:
     share.start("--production", "p", PRODUCTION)
     share.start("--opportunistic", "n", NEIGHBOUR)
     share.grows("n")
-    wait_for("history", lambda: len(share.view()["history"]["age_s"]) > 3)
+    wait_for("history", lambda: len(share.view().get("history", {}).get("age_s", ())) > 3)
+    wait_for("metrics", lambda: "alloy_share_tenant_leased" in share.agent.get("metrics")[1])
     _, text = share.agent.get("metrics")
     assert f'alloy_share_budget_ratio{{device="{share.device}"}} 0.02' in text
     labels = f'device="{share.device}",tenant="n",role="opportunistic"'
@@ -291,7 +311,10 @@ def test_what_is_shown(share: Share) -> None:
     client = ControlClient.connect(share.site.state / "agent.sock")
     assert client is not None
     with client:
-        top = json.loads(client.query("top"))
+        top = wait_for(
+            "shares in top",
+            lambda: next((t for t in [json.loads(client.query("top"))] if t["shares"]), None),
+        )
     assert top["shares"][0]["device"] == share.device
     assert {t["name"] for t in top["shares"][0]["tenants"]} == {"p", "n"}
     page = share.site.folder / "report.html"

@@ -54,6 +54,7 @@ from alloy_agent.model import (
 from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.store.claims import ClaimPhase, ClaimPiece, ClaimRecord
 from alloy_agent.telemetry.exposition import render
+from alloy_agent.uplink.mailbox import Mailbox
 from tests.rate.test_checks import DEVICE as BARE
 from tests.rate.test_checks import PIECE
 
@@ -271,6 +272,16 @@ def test_the_wire_tells_of_shares_and_of_their_end() -> None:
     assert (states[0].tenants, states[0].leased) == (2, 1)
     assert states[1].phase == "ended"
     assert not states[1].HasField("loss_ratio")
+
+
+def test_each_shared_device_has_its_own_place_in_the_mail() -> None:
+    """The newest state of every device is sent; a device replaces its own alone."""
+    mail = Mailbox(lambda: 0.0)
+    for device, phase in (("a", "learning"), ("b", "idle"), ("a", "controlling")):
+        mail.offer(pb.AgentMessage(rate_state=pb.RateState(device=device, phase=phase)))
+    sent = [mail.take(iter(()), {}) for _ in range(3)]
+    told = {m.rate_state.device: m.rate_state.phase for m in sent if m is not None}
+    assert told == {"a": "controlling", "b": "idle"}
 
 
 def test_top_shows_tenants_with_their_leases() -> None:
