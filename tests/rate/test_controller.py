@@ -42,12 +42,21 @@ from alloy_agent.conformance.sequential import (
     Window,
     calibrate,
     discoveries,
-    evidence,
     judge_share,
     watch,
 )
 from alloy_agent.silicon.accelerator.engine import Engine, Mode, Work
-from alloy_agent.silicon.accelerator.workloads import T1, T2, T3, T4, T5, T6, Trace
+from alloy_agent.silicon.accelerator.workloads import (
+    T1,
+    T2,
+    T3,
+    T4,
+    T5,
+    T6,
+    T7,
+    T8,
+    Trace,
+)
 from benchmarks.rate_arms import Ours, Solo, Tgs, Uncontrolled
 from benchmarks.rate_cells import measure_cell, run
 
@@ -154,7 +163,7 @@ def test_a_cap_holds_on_any_size_of_device(capacity: int, kernel_s: float) -> No
     assert all(0.48 * 5.0 <= share <= 0.52 * 5.0 for share in used[:4])
 
 
-@given(st.floats(0.02, 2.0), st.floats(0.0, 0.5))
+@given(st.floats(0.02, 3.0), st.floats(0.0, 0.5))
 def test_no_step_up_is_more_than_a_fifth(opening: float, loss: float) -> None:
     """One tick raises the opening by at most a fifth of itself and keeps it in its range."""
     known = learn(Baseline(), train(20))
@@ -162,7 +171,7 @@ def test_no_step_up_is_more_than_a_fifth(opening: float, loss: float) -> None:
     bursts = tuple(train(4, 2.0, 0.02 * (1 + loss), contended=True))
     after = tick(state, RateSample(now_s=2.1, bursts=bursts, heard_s=2.1), RateLimits())
     assert after.stage is Stage.CONTROLLING
-    assert 0.02 <= after.opening <= min(2.0, 1.2 * opening + 1e-9)
+    assert 0.02 <= after.opening <= min(3.0, 1.2 * opening + 1e-9)
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.sets(st.sampled_from("0123"))), st.data())
@@ -340,6 +349,69 @@ def test_pauses_of_any_length_poison_nothing() -> None:
     assert measure_cell(trace, Tgs(), 3, solo).production < ours.production
 
 
+@settings(max_examples=12, deadline=None)
+@given(pause_s=st.floats(0.2, 40.0), every_s=st.floats(15.0, 60.0), seed=st.integers(100, 100_000))
+def test_no_pause_lowers_what_production_is_entitled_to(
+    pause_s: float, every_s: float, seed: int
+) -> None:
+    """Whatever the length of its pauses and the time between them, production stays fast.
+
+    The promise is 98 % at the median of seeds; a single minute of any seed gets half a point.
+    """
+    trace = msgspec.structs.replace(
+        T5[0], pause_s=min(pause_s, 0.6 * every_s), pause_every_s=every_s, lasts_s=60.0
+    )
+    control = Ours()
+    solo, seen = run(trace, Solo(), seed), run(trace, control, seed)
+    bursts = seen.latency_s.since(30.0)
+    took_s = seen.latency_s.between(30.0)
+    assert bursts > 0
+    assert took_s / bursts <= 1.025 * solo.latency_s.between(0.0) / solo.latency_s.since(0.0)
+    known_s = solo_of(control.state.baseline, control.state.signature)
+    assert known_s is not None
+    assert max(known_s.kernel_s) <= 0.0011  # three deviations above a millisecond
+    assert known_s.forgotten == 0
+
+
+@pytest.mark.parametrize("trace", [T7, T8], ids=lambda t: t.name[:2])
+def test_graphs_and_deaths_of_the_agent_cost_production_nothing(trace: Trace) -> None:
+    """One launch of twenty kernels, and an agent killed at random: 98 % at least."""
+    cell = measure_cell(trace, Ours(), 12, run(trace, Solo(), 12))
+    assert cell.production >= 0.98
+    assert cell.worst >= 0.95
+    if trace is T8:
+        assert cell.leftover >= 0.6
+
+
+def test_an_unpredictable_production_is_judged_by_its_bursts() -> None:
+    """A promise of throughput does not starve the neighbours of a production without a period."""
+    ours = Ours(RateLimits(slo=Slo.THROUGHPUT))
+    assert measure_cell(T3, ours, 5, run(T3, Solo(), 5)).leftover >= 0.4
+
+
+def test_beside_production_of_unknown_ends_a_small_share_is_lent() -> None:
+    """Where launches count as done when they return, nothing is judged and little is lent."""
+    limits = RateLimits()
+    sample = RateSample(now_s=2.1, bursts=tuple(train(4, 2.0)), heard_s=2.1, metered=False)
+    state = tick(settled(), sample, limits)
+    assert state.stage is Stage.UNMETERED
+    assert state.loss_ratio is None
+    order = order_of(state, limits)
+    assert (order.stopped, order.share_max_ratio) == (False, 0.05)
+    back = tick(state, RateSample(now_s=2.2, heard_s=2.2), limits)
+    assert back.stage is Stage.CONTROLLING
+
+
+def test_bursts_beside_nobody_open_no_further() -> None:
+    """Neighbours that come back after an hour find the gate as they left it."""
+    state, limits = settled(), RateLimits()
+    for n in range(200):
+        now_s = 2.1 + n / 10
+        clean = tuple(train(4, now_s - 0.1))
+        state = tick(state, RateSample(now_s=now_s, bursts=clean, heard_s=now_s), limits)
+    assert state.opening == 1.0
+
+
 def test_control_is_what_keeps_production_fast() -> None:
     """With no control the same trace halves production: the test above can fail."""
     assert measure_cell(T1, Uncontrolled(), 3, run(T1, Solo(), 3)).production < 0.6
@@ -379,13 +451,37 @@ def test_idle_and_throttled_windows_prove_nothing() -> None:
     assert hot.skipped == 600
 
 
-def test_clean_windows_raise_no_alarm() -> None:
-    """A hundred thousand windows at the edge of the promise raise none."""
-    noise, limits, log_e, highest = random.Random(3), AuditLimits(), 0.0, 0.0  # noqa: S311
-    for _ in range(100_000):
-        log_e = evidence(log_e, noise.gauss(0.01, 0.03), 0.03, limits)
-        highest = max(highest, log_e)
-    assert highest < math.log(limits.alarm)
+@pytest.mark.parametrize(
+    "count", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["few", "million"]
+)
+def test_clean_windows_raise_no_alarm(count: int) -> None:
+    """Windows at the edge of what conforms raise no alarm, though their noise has to be learned.
+
+    Forty streams, each of which begins with eight clean windows and gets one more in every ten.
+    """
+    noise, limits, alarms = random.Random(3), AuditLimits(), 0  # noqa: S311
+    for stream in range(40):
+        sigma = (0.002, 0.01, 0.03, 0.08)[stream % 4]
+        state = calibrate(AuditState(), tuple(noise.gauss(0.0, sigma) for _ in range(8)))
+        for n in range(count // 40):
+            window = Window(slowdown_ratio=noise.gauss(limits.null_ratio, sigma))
+            state = watch(state, window, limits)
+            if n % 10 == 0:
+                state = calibrate(state, (noise.gauss(0.0, sigma),))
+        alarms += state.alarms
+    assert alarms == 0
+
+
+@pytest.mark.parametrize(("slowdown", "sigma", "within"), [(0.05, 0.01, 10), (0.10, 0.08, 60)])
+def test_slowdowns_are_found_in_time(slowdown: float, sigma: float, within: int) -> None:
+    """Half of 101 breaches, of training and of bursty inference, are found within the promise."""
+    noise, limits, delays = random.Random(4), AuditLimits(), []  # noqa: S311
+    for _ in range(101):
+        state = calibrate(AuditState(), tuple(noise.gauss(0.0, sigma) for _ in range(60)))
+        while not state.alarmed:
+            state = watch(state, Window(slowdown_ratio=noise.gauss(slowdown, sigma)), limits)
+        delays.append(state.windows)
+    assert sorted(delays)[50] <= within
 
 
 def test_false_discoveries_are_controlled() -> None:

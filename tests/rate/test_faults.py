@@ -363,7 +363,7 @@ def test_a_storm_of_signals_loses_no_launch(bench: Bench) -> None:
         tenants = [bench.tenant(program, env) for env in (ours, theirs)]
         for tenant in tenants:
             assert tenant.stdout is not None
-            assert int(tenant.stdout.readline()) > 10
+            assert int(tenant.stdout.readline()) > 0
         assert [launched(page) for page in pages] == [200, 200]
     for page in pages:
         page.close()
