@@ -6,6 +6,8 @@ Rules that stay true in here:
 
 * Every request has a deadline. 429 and 5xx are tried again a few times, with the server's delay.
 * The token is read anew for each request: the kubelet rotates it.
+* A connection is used again while it is fresh: a handshake costs more than a request. One that the
+  server has closed meanwhile is replaced without a word; watches have their own.
 * What comes back is untrusted: size bounded, JSON or an error.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
@@ -30,6 +33,8 @@ BODY_BYTES: Final = 32 << 20
 TRIES: Final = 4
 DELAY_S: Final = 0.2
 DELAY_MAX_S: Final = 5.0
+IDLE_S: Final = 10.0  # shorter than any server or balancer keeps an idle connection
+IDLE_MAX: Final = 2
 AGAIN: Final = frozenset({429, 500, 502, 503, 504})
 SLICES: Final = "/apis/resource.k8s.io/v1/resourceslices"
 
@@ -81,6 +86,20 @@ class ApiClient:
             )
         self._tls = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port
+        self._lock = threading.Lock()
+        self._idle: list[tuple[float, http.client.HTTPConnection]] = []  # the newest is last
+
+    def close(self) -> None:
+        """Let go of idle connections; requests make new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            connection.close()
+
+    def __del__(self) -> None:
+        """Close what is idle."""
+        if hasattr(self, "_idle"):
+            self.close()
 
     # --- claims, nodes, events ---
 
@@ -236,15 +255,27 @@ class ApiClient:
         raise ApiError(f"{method} {path}: no answer")
 
     def _once(self, method: str, path: str, body: Document | None, kind: str) -> Document:
-        connection = self._connect(self._access.timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers()
+        if data is not None:
+            headers["Content-Type"] = kind
+        connection = self._fresh()
         try:
-            data = None if body is None else json.dumps(body).encode()
-            headers = self._headers()
-            if data is not None:
-                headers["Content-Type"] = kind
-            connection.request(method, path, body=data, headers=headers)
-            response = connection.getresponse()
+            if connection is not None:
+                try:
+                    connection.request(method, path, body=data, headers=headers)
+                    response = connection.getresponse()
+                except (ConnectionError, http.client.BadStatusLine, ssl.SSLEOFError):
+                    connection.close()  # the server had closed it while it was idle
+                    connection = None
+            if connection is None:
+                connection = self._connect(self._access.timeout_s)
+                connection.request(method, path, body=data, headers=headers)
+                response = connection.getresponse()
             content = response.read(BODY_BYTES)
+            if response.isclosed() and not response.will_close:
+                self._keep(connection)
+                connection = None
             if response.status >= 300:
                 error = self._refusal(method, path, response.status, content)
                 after = response.getheader("Retry-After") or ""
@@ -254,7 +285,29 @@ class ApiClient:
         except (OSError, http.client.HTTPException) as exc:
             raise self._silence(method, path, exc) from exc
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
+
+    def _fresh(self) -> http.client.HTTPConnection | None:
+        """Return an idle connection that the server should not have closed yet, or None."""
+        now_s = time.monotonic()
+        with self._lock:
+            found = self._idle.pop() if self._idle else None
+        if found is None:
+            return None
+        since_s, connection = found
+        if now_s - since_s < IDLE_S:
+            return connection
+        connection.close()
+        self.close()  # the others are older
+        return None
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if len(self._idle) < IDLE_MAX:
+                self._idle.append((time.monotonic(), connection))
+                return
+        connection.close()
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         if not self._tls:

@@ -8,7 +8,9 @@ Rules that stay true in here:
 
 * The server is asked before anything is written; what equals what is wanted is not written.
 * A pool that does not pass the check is not written, and says why.
-* A conflict, a refusal or silence is tried again with growing delays; other pools go on.
+* A refusal or silence is tried again with growing delays; other pools go on. What somebody else
+  changed or deleted meanwhile is looked at again at once, a few times: a kubelet that wipes the
+  slices of its node takes a while, and rounds fall into it.
 * Fields that the server drops turn the feature off here, with a note, rather than publish half.
 """
 
@@ -32,6 +34,8 @@ RETRY_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
 RESYNC_S: Final = 300.0
 PAUSE_S: Final = 0.05  # gathers the changes of one moment into one round
+OVERTAKEN: Final = (404, 409)  # somebody else changed or deleted it since it was listed
+HASTE: Final = 10  # so often it is looked at once more without a delay
 
 
 class SliceApi(Protocol):
@@ -78,6 +82,8 @@ class Publisher:
         self.written = 0
         self._api = api
         self._specs: Specs | None = None
+        self._overtaken = False  # whatever failed in the last round failed for that
+        self._hasty = 0  # rounds in a row that were
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._threads = [
@@ -125,6 +131,11 @@ class Publisher:
             except Exception:
                 LOG.exception("publish_defect")
                 again = True
+            if again and self._overtaken and self._hasty < HASTE:
+                self._hasty += 1
+                self._wake.set()
+                continue
+            self._hasty = 0
             if again:
                 delay_s = min(max(delay_s * 2, RETRY_S), RETRY_MAX_S)
                 self._stop.wait(delay_s)
@@ -142,8 +153,10 @@ class Publisher:
         """
         if self._specs is None:
             return False
+        self._overtaken = False
         existing, _ = self._api.slices(self.options.driver, self.options.node)
         wanted = self._specs(self.options)
+        self._overtaken = True
         by_pool: dict[str, list[Document]] = {pool: [] for pool in wanted}
         for one in existing:
             pool = one.get("spec", {}).get("pool", {}).get("name", "")
@@ -153,7 +166,8 @@ class Publisher:
             for pool, present in sorted(by_pool.items())
             if (text := self._pool(pool, wanted.get(pool, ()), present))
         ]
-        self._note("; ".join(failures))
+        if not (failures and self._overtaken and self._hasty < HASTE):
+            self._note("; ".join(failures))
         return bool(failures)
 
     def _pool(self, pool: str, specs: Sequence[Document], present: list[Document]) -> str:
@@ -164,6 +178,7 @@ class Publisher:
             else ()
         )
         if wrong:
+            self._overtaken = False
             return f"pool {pool} is not published: {wrong[0]}"
         change = slices.writes(specs, present, self.options)
         try:
@@ -174,6 +189,7 @@ class Publisher:
             for one in change.create:
                 self._look(one, self._api.create_slice(one))
         except ApiError as exc:
+            self._overtaken &= exc.status in OVERTAKEN
             return f"pool {pool}: {exc}"
         self.written += len(change.update) + len(change.create) + len(change.delete)
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -227,3 +228,59 @@ def test_a_pod_finds_its_server() -> None:
     assert found is not None
     assert found.server == "https://[fd00::1]:443"
     assert in_cluster({}) is None
+
+
+def test_what_was_overtaken_is_looked_at_again_at_once(
+    server: FakeApiServer, publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few conflicts cost no delay and no warning; conflicts without end do."""
+    server.fail.extend([("POST", 409)] * 4)
+    publisher.want(specs())
+    assert publisher.converged.wait(30)
+    assert valid(server)
+    assert "slices_not_published" not in caplog.text
+    for path in server.under(SLICES):
+        server.delete(path)
+    server.fail.extend([("POST", 409)] * 30)
+    until(lambda: "scripted 409" in publisher.problem, 60.0)
+    assert publisher.converged.wait(60)
+    assert valid(server)
+
+
+def test_a_connection_is_used_again(server: FakeApiServer) -> None:
+    """Many requests go over one connection; one that the server closed is replaced silently."""
+    client = ApiClient(ApiAccess(server=server.url))
+    made: list[float] = []
+    connect = client._connect
+
+    def counting(timeout_s: float) -> Any:
+        made.append(timeout_s)
+        return connect(timeout_s)
+
+    client._connect = counting  # type: ignore[method-assign]
+    for _ in range(5):
+        assert client.resource_claim("default", "none") is None
+    assert len(made) == 1
+    ((_, idle),) = client._idle
+    idle.sock.shutdown(socket.SHUT_RDWR)
+    assert client.resource_claim("default", "none") is None
+    assert len(made) == 2
+    client.close()
+    assert client.resource_claim("default", "none") is None
+    assert len(made) == 3
+
+
+def test_an_idle_connection_grows_old(
+    server: FakeApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while it is not trusted any more, and a new one is made."""
+    from alloy_agent.kubernetes import api
+
+    client = ApiClient(ApiAccess(server=server.url))
+    assert client.resource_claim("default", "none") is None
+    ((_, first),) = client._idle
+    monkeypatch.setattr(api, "IDLE_S", 0.0)
+    assert client.resource_claim("default", "none") is None
+    ((_, second),) = client._idle
+    assert second is not first
+    assert first.sock is None
