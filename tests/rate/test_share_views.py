@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 
 from alloy_agent.conformance.checks import FactBook, judge_partition
 from alloy_agent.conformance.checks.base import Grant, Intent
+from alloy_agent.conformance.gate import build
+from alloy_agent.conformance.gate.build import control_tier, library
 from alloy_agent.conformance.gate.pages import HEAD_BYTES, StatePage, make_state
 from alloy_agent.conformance.keeper import members
 from alloy_agent.conformance.keeper.messages import (
@@ -33,7 +37,7 @@ from alloy_agent.conformance.shares import SharesOnHost, report_of, share_facts
 from alloy_agent.daemon.shares import standing
 from alloy_agent.daemon.shareviews import rate_states, share_families, top_shares
 from alloy_agent.daemon.sharing import Throttles, piece_for, policies
-from alloy_agent.errors import ConfigError
+from alloy_agent.errors import ConfigError, UnsupportedError
 from alloy_agent.model import (
     DeviceId,
     Fact,
@@ -500,3 +504,31 @@ def test_any_history_can_be_drawn(values: list[float | None], budget: float) -> 
     height = float((root.get("viewBox") or "").split()[3])
     for line in root.iter("line"):
         assert 0.0 <= float(line.get("y1") or -1) <= height
+
+
+# --- the library ------------------------------------------------------------------------------
+
+
+def test_tenants_that_come_at_once_get_one_whole_library(tmp_path: Path) -> None:
+    """Many threads that ask for the gate have the same file, built once or many times."""
+    if control_tier(tmp_path / "other")[0] != "gate":
+        pytest.skip("no C compiler on this machine")
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: library(tmp_path), range(4)))
+    assert len(found) == 1
+    path = found.pop()
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_an_image_brings_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was built into the package is copied to where tenants see it, without a compiler."""
+    digest = hashlib.sha256(build.SOURCE.read_bytes()).hexdigest()[:12]
+    bundled = tmp_path / "image" / digest / "liballoygate.so"
+    bundled.parent.mkdir(parents=True)
+    bundled.write_bytes(b"built")
+    monkeypatch.setattr(build, "BUNDLED", tmp_path / "image")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library(tmp_path / "state").read_bytes() == b"built"
+    with pytest.raises(UnsupportedError, match="no C compiler"):
+        library(tmp_path / "state", emulated=True)
