@@ -31,6 +31,7 @@ from alloy_agent.cli import (
     reset,
     run,
     share,
+    slurm,
     top,
     usage,
 )
@@ -60,6 +61,7 @@ COMMANDS = (
     share,
     top,
     usage,
+    slurm,
     drain,
     reset,
     doctor,

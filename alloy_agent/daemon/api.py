@@ -71,6 +71,10 @@ class NodeApi(Protocol):
         """Bind a tenant (and its process) to a partition; return how to be inside of it."""
         ...
 
+    def release(self, partition: str, tenant: str) -> int:
+        """Take a tenant's bindings to a partition back; return how many there were."""
+        ...
+
     def reset(self, device: str) -> ResetDocument:
         """Reset a device that nobody is on; return once it is proved to be ready again."""
         ...

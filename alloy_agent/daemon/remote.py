@@ -116,6 +116,13 @@ class RemoteNode:
         """Have the daemon bind a tenant."""
         return _decode(self._client.access(partition, tenant or "", pid), AccessDocument)
 
+    def release(self, partition: str, tenant: str) -> int:
+        """Have the daemon release a tenant."""
+        import msgspec
+
+        document = msgspec.json.decode(self._client.release_access(partition, tenant))
+        return int(document["released"])
+
     def reset(self, device: str) -> ResetDocument:
         """Have the daemon reset a device."""
         from alloy_agent.daemon.resetting import ResetDocument

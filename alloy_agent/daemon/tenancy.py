@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 from alloy_agent.host import clock
 from alloy_agent.host.processes import start_ticks
+from alloy_agent.model import Occupant
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from alloy_agent.kubernetes.pods import PodDevice
-    from alloy_agent.model import Lease, Occupant, Partition, PartitionId, TenantId
+    from alloy_agent.model import Lease, Partition, PartitionId, TenantId
     from alloy_agent.store import Binding, Store
+
+
+JOBS = "slurm/"  # how the hooks of Slurm name their tenants
 
 
 class Tenancy:
@@ -75,7 +79,12 @@ class Tenancy:
             for binding in self._bindings.get(partition.id, ())
             if binding.generation == partition.generation and binding.occupant is not None
         )
-        return tuple(dict.fromkeys((*self._claimants.get(partition.id, ()), *processes)))
+        jobs = (
+            Occupant(kind="slurm", job=binding.tenant.removeprefix(JOBS))
+            for binding in self._bindings.get(partition.id, ())
+            if binding.generation == partition.generation and binding.tenant.startswith(JOBS)
+        )
+        return tuple(dict.fromkeys((*self._claimants.get(partition.id, ()), *jobs, *processes)))
 
     def leases(self) -> tuple[Lease, ...]:
         """Return the living leases, once each."""

@@ -58,8 +58,13 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[Path]:
-    """Give the configuration file of a cluster whose node is idle; end it afterwards."""
+def cluster(folder: Path, more: str = "") -> Iterator[Path]:
+    """Give the configuration file of a cluster whose node is idle; end it afterwards.
+
+    Args:
+        folder: Where everything is.
+        more: Lines for the configuration.
+    """
     for name in ("state", "spool"):
         (folder / name).mkdir()
     key = folder / "munge.key"
@@ -71,6 +76,7 @@ def cluster(folder: Path) -> Iterator[Path]:
         CONFIGURATION.format(
             folder=folder, host=host, node=NODE, control=_free_port(), port=_free_port()
         )
+        + more
     )
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     with contextlib.ExitStack() as stack:
