@@ -177,7 +177,7 @@ def cpu_s(pid: int) -> float:
     return total_ns / 1e9
 
 
-def _pss_mb(pid: int) -> float:
+def pss_mb(pid: int) -> float:
     """Return a process's proportional share of memory."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
@@ -265,7 +265,7 @@ def measure(quick: bool) -> list[Result]:
         )
         pid = worker.state().pid
         if rate_hz == 100 and pid is not None:
-            rows.append(result("worker PSS", [_pss_mb(pid)], "MB", "<=", MEMORY_PROMISE_MB))
+            rows.append(result("worker PSS", [pss_mb(pid)], "MB", "<=", MEMORY_PROMISE_MB))
             rows.append(_busy(worker, seconds))
         worker.stop()
     delays = _event_delays(seconds)
