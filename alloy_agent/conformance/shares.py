@@ -2,7 +2,7 @@
 
 The facts are `share.status` of each device that is cut into shares and `share.bypass` of each
 opportunistic share. A device without a living keeper has them too: they say that nobody keeps it,
-which is no fault while nobody is there, and a failure once a tenant is.
+which is no fault while nobody is there, and unknown once a tenant is.
 """
 
 from __future__ import annotations

@@ -174,12 +174,10 @@ def test_vacant_shares_claim_nothing() -> None:
         assert {v for checks in found.values() for v in checks.values()} == {Verdict.NOT_APPLICABLE}
 
 
-def test_a_tenant_without_a_control_loop_fails() -> None:
-    """A tenant on a device that no keeper keeps: RATE-02 fails, all else is unknown."""
-    found = verdicts()
-    assert found["opportunistic"].pop("RATE-02") is Verdict.FAIL
-    assert set(found["opportunistic"].values()) == {Verdict.UNKNOWN}
-    assert found["production"]["RATE-02"] is Verdict.FAIL
+def test_of_a_tenant_without_a_control_loop_nothing_is_known() -> None:
+    """A tenant on a device that no keeper keeps: nothing passes, and nothing was caught."""
+    for checks in verdicts().values():
+        assert set(checks.values()) == {Verdict.UNKNOWN}
 
 
 def test_production_alone_is_beside_nobody() -> None:

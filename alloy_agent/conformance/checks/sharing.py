@@ -3,7 +3,7 @@
 They read the fact `share.status` of the device (`ShareFact`) and the fact `share.bypass` of the
 partition (`BypassFact`), and apply to partitions that share their device. What is undecided stays
 unknown; a way around the gate fails the soft tier at once, of every share of the device. Where no
-control loop keeps a device on which a tenant works, that is a failure.
+control loop keeps a device on which a tenant works, nobody can tell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOFT = (Tier.SOFT,)
 WITNESS_RATIO = 0.05  # Source: docs/rate-control.md, "witness"
 WITNESS_FEWEST = 20
 UNKEPT = "unkept"  # stage of a device that no control loop keeps
-NO_LOOP = "no control loop keeps this device"
+NO_LOOP = "no control loop keeps this device: start its tenants with `alloy-agent share run`"
 NO_WATCH = "nobody watches this tenant: it was not started by `alloy-agent share run`"
 
 
@@ -94,7 +94,7 @@ def _kept(case: Case) -> Outcome:
 def _controlled(case: Case) -> Outcome:
     fact = case.get("share.status", ShareFact)
     if fact.stage == UNKEPT:
-        return failed("a control loop", "none", NO_LOOP)
+        return Outcome(verdict=Verdict.UNKNOWN, expected="a control loop", reason=NO_LOOP)
     if fact.stage == "blind":
         return failed("controlling", fact.stage, "production's page cannot be read")
     if fact.bypasses:
