@@ -438,6 +438,8 @@ class SharedDevice:
 def _clock_trouble(tenant: _Tenant, now_s: float) -> str:
     """Return why a page's times cannot be compared with ours, or nothing."""
     for slot in tenant.slots:
+        if not slot.attached_ns and not slot.launched:
+            continue  # it is taking its place just now
         if not tenant.added_s - CLOCK_S <= slot.attached_ns * 1e-9 <= now_s + CLOCK_S:
             return f"process {slot.pid} has a boot clock of its own (a time namespace?)"
     return ""
