@@ -34,6 +34,8 @@ PROMISE_PERCENT: Final = 3.0
 SPAN_S: Final = 30.0
 SPAN_QUICK_S: Final = 8.0
 START_S: Final = 60.0
+SETTLE_S: Final = 3.0  # until there is a history to draw
+FIRST_BYTES: Final = 500  # more than the terminal is greeted with
 SIZES: Final = ((80, 24), (160, 70))
 LAYOUT: Final = f"""version: v1
 layouts:
@@ -116,6 +118,7 @@ class Terminal:
 
     def __init__(self, command: list[str], environment: dict[str, str], size: tuple[int, int]):
         self.drawn = 0
+        self.pictures = 0
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.process = subprocess.Popen(
@@ -129,6 +132,15 @@ class Terminal:
         with contextlib.suppress(OSError):  # EIO: the other side is gone
             while chunk := os.read(self.master, 65536):
                 self.drawn += len(chunk)
+                self.pictures += 1  # one write each; some may come together on a busy machine
+
+    def wait_drawn(self) -> None:
+        """Return once there is a picture."""
+        until_s = time.monotonic() + START_S
+        while self.drawn < FIRST_BYTES:
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError("top ended, or drew nothing")
+            time.sleep(0.1)
 
     def close(self) -> None:
         """End the program."""
@@ -139,20 +151,20 @@ class Terminal:
 
 
 def watch(made: Node, daemon: int, size: tuple[int, int], span_s: float) -> tuple[float, ...]:
-    """Return percent of a core for `top` and for the daemon, and bytes drawn a second."""
+    """Return percent of a core for `top` and for the daemon, and bytes and pictures a second."""
     environment = {**made.environment, "TERM": "xterm-256color"}
     terminal = Terminal(made.command("top", "--interval", "0.1"), environment, size)
     try:
-        time.sleep(4.0)  # the start, and a history to draw
-        if terminal.process.poll() is not None or not terminal.drawn:
-            raise RuntimeError("top ended, or drew nothing")
+        terminal.wait_drawn()
+        time.sleep(SETTLE_S)
         begun_s, own_s, daemon_s = time.monotonic(), cpu_s(terminal.process.pid), cpu_s(daemon)
-        drawn = terminal.drawn
+        drawn, pictures = terminal.drawn, terminal.pictures
         time.sleep(span_s)
         took_s = time.monotonic() - begun_s
         own = 100 * (cpu_s(terminal.process.pid) - own_s) / took_s
         answering = 100 * (cpu_s(daemon) - daemon_s) / took_s
-        return own, answering, (terminal.drawn - drawn) / took_s
+        rate_hz = (terminal.pictures - pictures) / took_s
+        return own, answering, (terminal.drawn - drawn) / took_s, rate_hz
     finally:
         terminal.close()
 
@@ -169,7 +181,7 @@ def measure(quick: bool) -> list[Result]:
         time.sleep(span_s / 2)
         alone = 100 * (cpu_s(daemon) - idle_s) / (time.monotonic() - begun_s)
         for size in SIZES:
-            own, answering, drawn = watch(made, daemon, size, span_s)
+            own, answering, drawn, rate_hz = watch(made, daemon, size, span_s)
             results.append(
                 Result(
                     what=f"alloy-agent top at 10 Hz, {DEVICES * PIECES} partitions, "
@@ -179,8 +191,8 @@ def measure(quick: bool) -> list[Result]:
                     sense="<=",
                     promise=PROMISE_PERCENT,
                     samples=round(span_s * 10),
-                    note=f"{drawn:.0f} bytes/s drawn; the daemon: {answering:.1f} % while it is "
-                    f"watched, {alone:.1f} % alone",
+                    note=f"{rate_hz:.1f} pictures and {drawn:.0f} bytes a second; "
+                    f"the daemon: {answering:.1f} % while it is watched, {alone:.1f} % alone",
                 )
             )
     return results

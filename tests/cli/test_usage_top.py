@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from alloy_agent.cli import main, topview
 from alloy_agent.cli.usage import time_of
 from alloy_agent.daemon.live import TopDevice, TopDocument, TopPartition
+from alloy_agent.daemon.shareviews import TopShare, TopTenant
 from alloy_agent.errors import ConfigError
 from alloy_agent.telemetry import export
 from alloy_agent.telemetry.journal import UsageJournal
@@ -231,3 +233,83 @@ def test_the_sparkline_ends_with_now_and_forgets_what_is_gone() -> None:
     again = msgspec.structs.replace(piece, generation=2, active_ratio=0.5)
     history.add(document(partitions=(again,)))
     assert history.spark(piece, 3, plain=False).strip() == ""
+
+
+def shared(**changes: object) -> TopShare:
+    """Return a device that production and one neighbour share."""
+    tenants = (
+        TopTenant(
+            name="prod", role="production", weight=1.0, partition="GPU-0/1g.10gb@0", processes=2,
+            launches=900, device_s=12.5, lease="", state="running",
+        ),
+        TopTenant(
+            name="batch", role="opportunistic", weight=2.0, partition="GPU-0/1g.10gb@1",
+            processes=1, launches=70, device_s=3.25, lease="none", state="frozen",
+        ),
+    )  # fmt: skip
+    share = TopShare(
+        device="GPU-0", stage="controlling", verdict="conform", loss_ratio=0.013,
+        budget_ratio=0.02, lent_now_ratio=0.4, e_value=1.0, windows=60, keeper="ok",
+        tenants=tenants, production_ratio=(1.0, None, 0.5), lent_ratio=(0.4, 0.4, 0.4),
+    )  # fmt: skip
+    return msgspec.structs.replace(share, **changes)
+
+
+def test_rate_state_is_shown_and_a_dash_where_nothing_is_controlled() -> None:
+    """Per device, per partition, per tenant, and a view of its own; '-' without any of it."""
+    made = document(shares=(shared(),))
+    lines = draw(made, topview.View(view="shares"), 120)
+    (device,) = [line for line in lines if line.startswith("GPU-0")]
+    assert re.search(r"controlling conform +1.3% +2.0% +40% .*█ ▅", device)
+    assert any("batch" in line and "lease none, frozen" in line for line in lines)
+    wide = "\n".join(draw(made, topview.View(), 140))
+    assert re.search(r"@0 .* prod running", wide)
+    assert re.search(r"@1 .* opp frozen", wide)
+    assert re.search(r"@2 .* - ", wide)
+    (row,) = [x for x in draw(made, topview.View(view="devices")) if x.startswith(" 0 ")]
+    assert " controll " in row
+    (row,) = [x for x in draw(document(), topview.View(view="devices")) if x.startswith(" 0 ")]
+    assert re.search(r" - +unknown", row)
+    bad = shared(verdict="violated", loss_ratio=None, bypasses=("a context of its own",))
+    shown = "\n".join(draw(document(shares=(bad,)), topview.View(view="shares"), 120))
+    assert "violated       -" in shown
+    assert "a context of its own" in shown
+    assert "no device is shared now" in "\n".join(draw(document(), topview.View(view="shares")))
+
+
+def test_tenants_are_added_up() -> None:
+    """Pieces, devices, mean activity, memory, and the worst of their gates."""
+    pieces = [
+        msgspec.structs.replace(p, tenant="acme" if n < 3 else "bolt", active_ratio=n / 10)
+        for n, p in enumerate(document(5).partitions)
+    ]
+    pieces[1] = msgspec.structs.replace(pieces[1], active_ratio=None, device="GPU-1")
+    made = document(partitions=tuple(pieces), shares=(shared(),))
+    acme, bolt = topview.tenants_of(made)
+    assert (acme.partitions, acme.devices, acme.worst) == (3, 2, "closed")
+    assert acme.active == pytest.approx(0.1)
+    assert acme.rate == "opp frozen, prod running"
+    assert (bolt.name, bolt.worst, bolt.rate) == ("bolt", "open", "")
+    lines = draw(made, topview.View(view="tenants", sort="active"))
+    assert [line.split()[0] for line in lines[3:5]] == ["bolt", "acme"]
+    assert "no tenant" in "\n".join(draw(document(0), topview.View(view="tenants")))
+
+
+@given(st.integers(1, 160), st.sampled_from(topview.VIEWS), st.text(max_size=8))
+def test_every_view_fits_with_shares_and_filters(width: int, view: str, text: str) -> None:
+    """Whatever is shared and filtered, no line is wider than the terminal."""
+    made = document(12, shares=(shared(), shared(device="GPU-1", reason=text)))
+    for plain in (False, True):
+        chosen = topview.View(view=view, filter=text, plain=plain)
+        assert all(len(line) <= width for line in draw(made, chosen, width))
+
+
+def test_scrolling_stops_at_the_last_row() -> None:
+    """However long a key is held, the way back begins at once."""
+    made, history = document(40), topview.History()
+    view = topview.View(top=500)
+    stopped = topview.clamped(made, view, history, 24)
+    assert stopped.top < 40
+    lines = draw(made, stopped, 80, 24)
+    assert "@9" in "\n".join(lines), "rows are in order of their names; @9 is the last"
+    assert topview.clamped(made, topview.View(top=0), history, 24).top == 0
