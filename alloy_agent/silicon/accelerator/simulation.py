@@ -220,9 +220,7 @@ class Production:
     def __init__(self, simulation: Simulation) -> None:
         self._sim = simulation
         self._random = Random()  # noqa: S311
-        self._waiting: deque[tuple[float, float]] = (
-            deque()
-        )  # arrival, expected
+        self._waiting: deque[tuple[float, float]] = deque()  # arrival, expected
         self._input_s = 0.0
         self._contended = False
         self._overlap_from_s = 0.0
