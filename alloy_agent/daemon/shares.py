@@ -38,7 +38,7 @@ from alloy_agent.conformance.keeper.messages import (
     Request,
     ShareView,
 )
-from alloy_agent.errors import AlloyError, BackendError
+from alloy_agent.errors import AlloyError, BackendError, StoreError
 from alloy_agent.host import clock
 
 LOG = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class Shares:
         self.joining = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._told_s = 0.0
+        self._policies: Mapping[str, Policy] = {}
         self._views: dict[str, ShareView] = {}
         self._lock = threading.RLock()
         self._stopping = False
@@ -199,9 +200,7 @@ class Shares:
     def _run(self) -> None:
         """Look each second while a device is shared, and at once when something is said."""
         while not self._stopping:
-            with self._lock:
-                idle = not self._kept
-            for key, _ in self._selector.select(None if idle else LOOK_EVERY_S):
+            for key, _ in self._selector.select(self._patience_s()):
                 with contextlib.suppress(OSError):
                     if not os.read(key.fd, 4096):
                         self._selector.unregister(key.fd)  # a keeper has closed it: it is ending
@@ -210,11 +209,22 @@ class Shares:
             except (AlloyError, OSError) as exc:
                 LOG.warning("shares_not_read", extra={"reason": str(exc)})
 
+    def _patience_s(self) -> float | None:
+        """Return how long nothing has to be done by itself; None: until something is said."""
+        now_s = time.monotonic()
+        with self._lock:
+            waits = [k.not_before_s - now_s for k in self._kept.values() if k.process is None]
+            return max(0.0, min([LOOK_EVERY_S, *waits])) if self._kept else None
+
     def _look(self) -> None:
         with self._lock:
             kept = list(self._kept.values())
         if kept:
-            policies, throttled = self._hooks.policies(), self._hooks.throttled()
+            try:
+                self._policies = self._hooks.policies()
+            except StoreError as exc:  # what was in force stays so
+                LOG.warning("policies_not_read", extra={"reason": str(exc)})
+            policies, throttled = self._policies, self._hooks.throttled()
             for one in kept:
                 one.go_by(
                     policies.get(one.device, Policy()),
@@ -249,6 +259,7 @@ class Shares:
         return True
 
     def _start(self, kept: _Kept) -> None:
+        kept.not_before_s = time.monotonic() + LOOK_EVERY_S  # where it cannot be started
         argv = client.command(
             kept.device, kept.folder, self._libraries, emulate=kept.emulate, agent=True
         )
@@ -291,7 +302,6 @@ class Shares:
             "keeper_ended",
             extra={"device": kept.device, "code": code, "again_in_s": round(wait_s, 3)},
         )
-        threading.Timer(wait_s, self._wake).start()
 
     def _read(self) -> None:
         """Read how the devices stand, and tell of those that changed."""
