@@ -268,6 +268,27 @@ class CdiDirectory:
             return None
         return spec if not problems(spec) else None
 
+    def claims(self) -> tuple[str, ...]:
+        """Return the claims that have a file of ours here."""
+        start = f"{self.vendor}-{CLASS}_"
+        try:
+            names = sorted(entry.name for entry in self.path.iterdir())
+        except OSError:
+            return ()
+        return tuple(
+            name.removeprefix(start).removesuffix(".json")
+            for name in names
+            if name.startswith(start) and name.endswith(".json")
+        )
+
+    def variable(self, claim: str, name: str) -> str:
+        """Return a variable that a claim's file sets, or nothing."""
+        for device in (self.read(claim) or {}).get("devices", ()):
+            for one in device["containerEdits"].get("env", ()):
+                if one.startswith(f"{name}="):
+                    return str(one.removeprefix(f"{name}="))
+        return ""
+
     def remove(self, claim: str) -> None:
         """Remove a claim's file; one that is gone is fine.
 

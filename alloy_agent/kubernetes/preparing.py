@@ -40,6 +40,7 @@ from alloy_agent.store.records import Binding
 LOG = logging.getLogger(__name__)
 
 TOMBSTONE_S = 900.0
+CLAIM_VARIABLE = "ALLOY_CLAIM"  # namespace and name, for whoever has the file alone
 LIVING = (
     ClaimPhase.STARTED,
     ClaimPhase.PREPARED,
@@ -391,6 +392,7 @@ class Preparer:
         )
         environment = {
             "ALLOY_CLAIM_UID": record.uid,
+            CLAIM_VARIABLE: f"{record.namespace}/{record.name}",
             claim_variable(record.uid): "1",  # stays when a container has several claims
             "ALLOY_PARTITIONS": ",".join(str(found.id) for found in living),
         }
@@ -516,9 +518,52 @@ class Preparer:
                     self._recover_one(record, deadline_s)
             except AlloyError as exc:
                 LOG.warning("claim_not_recovered", extra={"claim": ref.uid, "reason": str(exc)})
+        kept = self._adopt()
         living = [one.uid for one in self._books.claims() if one.phase in LIVING]
-        for name in self._folder.sweep(living):
+        for name in self._folder.sweep([*living, *kept]):
             LOG.info("cdi_file_swept", extra={"file": name})
+
+    def _adopt(self) -> list[str]:
+        """Put claims on record that have a file and no record: the state was lost, not the pods.
+
+        The API server says what they allocate; the pieces are those that lie there. Whether this
+        agent made them is not known any more, so they are never removed by it.
+
+        Returns:
+            Claims of which nobody could say anything: their files stay.
+        """
+        unsure = []
+        known = {record.uid for record in self._books.claims()}
+        for uid in self._folder.claims():
+            namespace, _, name = self._folder.variable(uid, CLAIM_VARIABLE).partition("/")
+            if uid in known or not name:
+                continue
+            ref = ClaimRef(uid=uid, namespace=namespace, name=name)
+            try:
+                record = self._record(self._allocation(ref))
+            except ClaimError as exc:  # the API server does not have it (any more)
+                LOG.info("claim_not_adopted", extra={"claim": uid, "reason": str(exc)})
+                continue
+            except AlloyError as exc:
+                LOG.warning("claim_not_adopted", extra={"claim": uid, "reason": str(exc)})
+                unsure.append(uid)
+                continue
+            snapshot = self._hardware.observe()
+            found = [Hardware.find(snapshot, piece) for piece in record.pieces]
+            pieces = tuple(
+                piece
+                if there is None
+                else msgspec.structs.replace(
+                    piece, partition=there.id, incarnation=there.incarnation
+                )
+                for piece, there in zip(record.pieces, found, strict=True)
+            )
+            self._books.save_claim(
+                msgspec.structs.replace(record, pieces=pieces, phase=ClaimPhase.PREPARED)
+            )
+            self._bind(record, [one for one in found if one is not None], snapshot)
+            LOG.warning("claim_adopted", extra={"claim": uid, "what": str(ref)})
+        return unsure
 
     def _recover_one(self, record: ClaimRecord, deadline_s: float) -> None:
         if record.phase is ClaimPhase.RELEASED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -567,3 +568,63 @@ def test_a_death_in_any_vendor_call_recovers(tmp_path: Path) -> None:
                 lifetime(world, claims.add("a", (pool, MIG)))
             backend.machine.state.crash_at = None
         survive(root, backend, claims, pool, f"call {number}")
+
+
+def test_claims_outlive_the_loss_of_the_state(tmp_path: Path) -> None:
+    """With a new state file: files stay, claims are on record again, and their places are held."""
+    backend = FakeBackend.from_specs(H100)
+    with World(tmp_path, backend) as world:
+        pool, _ = world.offers()
+        claim, gone = (
+            world.claims.add("a", (pool, MIG)),
+            world.claims.add("b", (pool, "1g10gb-0-1")),
+        )
+        answer = world.preparer.prepare(ref(claim), soon())
+        world.preparer.prepare(ref(gone), soon())
+        files, pieces, claims = world.files(), world.pieces(), world.claims
+    for path in (tmp_path / "state").iterdir():
+        path.unlink()
+    del claims.documents["default", "b"]
+    claims.down = "503 nobody there"
+    with World(tmp_path, backend, claims) as world:
+        world.preparer.recover(soon())
+        assert world.files() == files, "nobody could say whose they are"
+        claims.down = ""
+        world.preparer.recover(soon())
+        assert world.files() == [name for name in files if "_a.json" in name]
+        (record,) = world.rooms.store.claims()
+        assert (record.uid, record.phase, record.pods) == ("a", ClaimPhase.PREPARED, ("pod-a",))
+        assert world.preparer.prepare(ref(claim), soon()) == answer
+        other = world.claims.add("c", (pool, MIG))
+        with pytest.raises(AlloyError, match="still held by claim default/a"):
+            world.preparer.prepare(ref(other), time.monotonic())
+        world.preparer.unprepare(ref(claim), soon())
+        assert world.files() == []
+        assert [p.incarnation for p in world.pieces()] == [p.incarnation for p in pieces]
+
+
+@pytest.mark.host
+def test_a_directory_that_is_read_only_leaves_nothing(tmp_path: Path) -> None:
+    """On a file system mounted read-only prepare fails in one line, and no partition is left."""
+    folder = tmp_path / "cdi"
+    folder.mkdir()
+    mount = ["/bin/mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with World(tmp_path, FakeBackend.from_specs(H100)) as world:
+            pool, _ = world.offers()
+            claim = world.claims.add("a", (pool, MIG))
+            with pytest.raises(AlloyError, match=r"CDI directory .*[Rr]ead-only"):
+                world.preparer.prepare(ref(claim), soon())
+            assert world.pieces() == []
+            subprocess.run(["/bin/mount", "-o", "remount,rw", str(folder)], check=True)
+            assert world.preparer.prepare(ref(claim), soon())
+            subprocess.run(["/bin/mount", "-o", "remount,ro", str(folder)], check=True)
+            with pytest.raises(AlloyError, match=r"CDI file .*[Rr]ead-only"):
+                world.preparer.unprepare(ref(claim), soon())
+            subprocess.run(["/bin/mount", "-o", "remount,rw", str(folder)], check=True)
+            world.preparer.unprepare(ref(claim), soon())
+            assert world.files() == []
+    finally:
+        subprocess.run(["/bin/umount", str(folder)], check=True)
