@@ -437,3 +437,19 @@ def test_without_a_cleaner_or_the_wish_the_residue_stays_open(tmp_path: Path) ->
     tree.odd.cleaner = False
     (tree.pci(backend.discover()[0]) / "run_cleaner_shader").unlink()
     assert "cannot clean" in judgements(audited(backend)[0])["CPX-05"].reason
+
+
+def test_in_a_pid_namespace_of_its_own_the_agent_cannot_tell_tenants(tmp_path: Path) -> None:
+    """Pids of KFD are the host's: elsewhere they would name others, so all of them are unknown."""
+    tree, backend = cut(tmp_path, "DPX")
+    tenant(tree, 50, instance=0)
+    tree.refresh()
+    place = tmp_path / "proc/self/ns"
+    place.mkdir(parents=True)
+    (place / "pid").symlink_to("pid:[4026532999]")
+    found = judgements(audited(backend)[0])
+    assert found["CPX-03"].verdict is Verdict.UNKNOWN
+    assert "hostPID" in found["DEV-02"].reason
+    assert found["DEV-02"].verdict is Verdict.UNKNOWN
+    lines = {line.subject: line for line in backend.diagnose()}
+    assert "hostPID" in lines["pid namespace"].cure

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from alloy_agent.backends.nvidia.sighting import initial_namespace, sighted
+from alloy_agent.backends.nvidia.sighting import sighted
 from alloy_agent.conformance.auditor import pids_of
 from alloy_agent.conformance.checks import judge
+from alloy_agent.host.pidspace import initial_namespace
 from alloy_agent.model import DeviceId, Fact, Judgement, Snapshot, Verdict
 from tests.fakes.nvml.host import NvidiaHost
 from tests.test_backend_nvidia import fact_of, hosted, process
@@ -117,7 +118,7 @@ def test_a_container_pid_in_an_instance_has_its_own_fence(tmp_path: Path) -> Non
 INSIDE = """
 import json, os, sys
 from pathlib import Path
-from alloy_agent.backends.nvidia.sighting import initial_namespace, sighted
+from alloy_agent.backends.nvidia.sighting import sighted
 from alloy_agent.backends.nvidia.doctor import _namespace
 outer = int(sys.argv[1])
 found = sighted(Path("/proc"), [outer])[outer]
@@ -129,7 +130,7 @@ print(json.dumps({"pid": os.getpid(), "note": found.note, "ok": line.ok, "cure":
 @pytest.mark.host
 def test_in_a_real_pid_namespace_the_hosts_pids_are_told_as_unseen() -> None:
     """An agent behind `unshare --pid` says that it cannot see the driver's pid, and the cure."""
-    if os.geteuid() != 0 or not UNSHARE or not initial_namespace(Path("/proc")):
+    if os.geteuid() != 0 or not UNSHARE or not initial_namespace("/proc"):
         pytest.skip("needs root in the host's pid namespace, and unshare")
     command = [UNSHARE, "--pid", "--fork", "--mount-proc", sys.executable, "-c", INSIDE]
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as tenant:

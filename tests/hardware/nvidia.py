@@ -30,9 +30,10 @@ from alloy_agent.backends.nvidia import NvidiaBackend, open_backend
 from alloy_agent.backends.nvidia.gpu import Gpu, field_number
 from alloy_agent.backends.nvidia.library import Nvml, NvmlCallError
 from alloy_agent.backends.nvidia.processes import fence_of, name_of, open_nodes
-from alloy_agent.backends.nvidia.sighting import initial_namespace, sighted
+from alloy_agent.backends.nvidia.sighting import sighted
 from alloy_agent.backends.nvidia.topology import fabric_of
 from alloy_agent.errors import AlloyError
+from alloy_agent.host.pidspace import initial_namespace
 from alloy_agent.model import DeviceId, Quality
 
 SCHEMA: Final = "alloy.hardware/v1"
@@ -330,7 +331,7 @@ def attribution(gpu: Gpu, proc: Path) -> dict[str, Any]:
                 "fence": fence._asdict(),
             }
         )
-    return {"initial_namespace": initial_namespace(proc), "processes": rows}
+    return {"initial_namespace": initial_namespace(str(proc)), "processes": rows}
 
 
 def events(backend: NvidiaBackend, seconds: float) -> dict[str, Any]:

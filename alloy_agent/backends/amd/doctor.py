@@ -6,6 +6,7 @@ from alloy_agent.backends.amd.files import Files, Roots
 from alloy_agent.backends.amd.library import Library
 from alloy_agent.backends.amd.topology import GFX_PLAIN, read_topology
 from alloy_agent.errors import AlloyError
+from alloy_agent.host.pidspace import initial_namespace
 from alloy_agent.model import Diagnosis
 
 
@@ -17,7 +18,7 @@ class Doctor:
 
     def lines(self) -> tuple[Diagnosis, ...]:
         """Return one line for each thing looked at. Never raises."""
-        lines = (self._kfd(), self._node(), self._debug(), self._smi())
+        lines = (self._kfd(), self._node(), self._namespace(), self._debug(), self._smi())
         return tuple(line for line in lines if line is not None)
 
     def _kfd(self) -> Diagnosis:
@@ -55,6 +56,17 @@ class Doctor:
             ok=there,
             found=path if there else f"no {path}",
             cure="" if there else "let udev make it, and give the agent the host's /dev",
+        )
+
+    def _namespace(self) -> Diagnosis | None:
+        """Return a line where this agent cannot see the processes that KFD tells of."""
+        if initial_namespace(self._roots.proc):
+            return None
+        return Diagnosis(
+            subject="pid namespace",
+            ok=False,
+            found="one of the agent's own: processes on the devices cannot be told",
+            cure="run the agent in the host's pid namespace (hostPID: true)",
         )
 
     def _debug(self) -> Diagnosis:

@@ -26,10 +26,15 @@ from alloy_agent.backends.amd.processes import KfdProcess, comm_of, kfd_processe
 from alloy_agent.errors import ConfigError
 from alloy_agent.host.devicememory import LACKS
 from alloy_agent.host.deviceprograms import DevicePrograms
+from alloy_agent.host.pidspace import initial_namespace
 from alloy_agent.host.sharegroups import ShareGroups
 from alloy_agent.model import Device, Fact, Json, Partition, Quality, Share
 
 OPENERS_SHOWN: Final = 8
+FOREIGN: Final = (
+    "the kernel tells pids of the host, and this agent is in a pid namespace of its own "
+    "(run it with hostPID: true)"
+)
 _MASK_NAMES: Final = ("HSA_CU_MASK", "HSA_CU_MASK_SKIP_INIT", "ROC_GLOBAL_CU_MASK")
 
 
@@ -71,7 +76,11 @@ class Collector:
         """Return all facts of one device and its partitions."""
         processes = kfd_processes(self._files, self._roots)
         self._placed = self._places(sight, partitions)
-        self._untold = unlisted(self._files, self._roots) or _unread(processes)
+        self._untold = (
+            ("" if initial_namespace(self._roots.proc) else FOREIGN)
+            or unlisted(self._files, self._roots)
+            or _unread(processes)
+        )
         self._of_device(sight, device, partitions, processes)
         fences = fence.Fences(self._files, self._roots, self._tools.programs)
         masks = mqd.read(self._files, self._roots, sight.nodes) if noted.shares else None
@@ -237,6 +246,9 @@ class Collector:
         if not inside:
             reason = "no process is in the partition, so there is no tenant whose rules to read"
             self._absent(partition.id, "cgroup.device_fence", reason)
+            return
+        if self._untold:
+            self._absent(partition.id, "cgroup.device_fence", self._untold)
             return
         by: list[str] = []
         allowed: set[str] = set()

@@ -14,7 +14,7 @@ from alloy_agent.backends.nvidia.library import (
     Nvml,
     NvmlCallError,
 )
-from alloy_agent.backends.nvidia.sighting import initial_namespace
+from alloy_agent.host.pidspace import initial_namespace
 from alloy_agent.model import Diagnosis
 
 CAP_SYS_ADMIN: Final = 21
@@ -44,7 +44,7 @@ def diagnose(nvml: Nvml, root: Path) -> tuple[Diagnosis, ...]:
 
 def _namespace(root: Path) -> Diagnosis:
     """Return whether this agent sees the host's processes, whose pids the driver tells."""
-    if initial_namespace(root / "proc"):
+    if initial_namespace(str(root / "proc")):
         return Diagnosis(subject="pid namespace", ok=True, found="the host's")
     return Diagnosis(
         subject="pid namespace",

@@ -6,7 +6,7 @@ only if the process of that number has a node of the driver open; else one proce
 pid (`NSpid`) is that number and that has a node open is meant. Two of them are nobody: the pid is
 told as it is, with the reason, and never given to the nearest tenant.
 
-Source: proc_pid_status(5), `NSpid`; pid_namespaces(7); proc_ns.h, PROC_PID_INIT_INO.
+Source: proc_pid_status(5), `NSpid`; pid_namespaces(7).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from alloy_agent.backends.nvidia.processes import open_nodes, pids
+from alloy_agent.host.pidspace import initial_namespace
 
-INITIAL: Final = "pid:[4026531836]"
 SHOWN: Final = 4
 
 
@@ -97,16 +97,8 @@ def _why(proc: Path, pid: int, meant: list[int]) -> str:
             f"the driver tells pid {pid}, but the process of that number has no node of it open: "
             "the pid is another namespace's"
         )
-    where = "" if initial_namespace(proc) else "; this agent is in a pid namespace of its own"
+    where = "" if initial_namespace(str(proc)) else "; this agent is in a pid namespace of its own"
     return (
         f"the driver tells pid {pid}, which is not in {proc}: it has ended, or is in another pid "
         f"namespace{where}"
     )
-
-
-def initial_namespace(proc: Path) -> bool:
-    """Whether this process is in the host's pid namespace, as far as it can be told."""
-    try:
-        return os.readlink(proc / "self/ns/pid") == INITIAL  # noqa: PTH115 - no path, a name
-    except OSError:
-        return True
