@@ -58,7 +58,10 @@ def read(state_dir: Path) -> tuple[Start, ...]:
     """Return the runs on record, oldest first; nothing where there is no readable record."""
     try:
         return msgspec.json.decode((state_dir / FILE).read_bytes(), type=_File).starts
-    except (OSError, msgspec.MsgspecError):
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        LOG.warning("starts_damaged", extra={"path": str(state_dir / FILE), "reason": str(exc)})
         return ()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import sqlite3
 import stat
@@ -27,6 +28,7 @@ import msgspec
 from alloy_agent.errors import StoreCorruptError, StoreError, StoreFullError
 from alloy_agent.model import Value
 
+LOG = logging.getLogger(__name__)
 MARK_BLOCK = 1000
 FULL_BELOW_BYTES = 256 * 1024  # less room than this on the file system counts as full
 ROOM_FROM_BYTES = 4 * FULL_BELOW_BYTES  # and it ends with this much, so that it does not flap
@@ -294,6 +296,22 @@ def read_marks(state_dir: Path) -> Marks | None:
         return None
     good = found.seal == zlib.crc32(msgspec.json.encode(found.marks))
     return found.marks if good else None
+
+
+def put_marks_aside(state_dir: Path) -> None:
+    """Keep a damaged `marks.json` under another name, and say so; there may be none at all.
+
+    It is made anew from the database, or far above any number in use where that is lost, too.
+    """
+    path = state_dir / "marks.json"
+    if not os.path.lexists(path):
+        return
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"{path.name}.corrupt-{number}")):
+        number += 1
+    with contextlib.suppress(OSError):  # a full disk: it is replaced in place, which says why not
+        path.rename(kept)
+    LOG.warning("marks_damaged", extra={"path": str(path), "kept_aside": str(kept)})
 
 
 def write_marks(state_dir: Path, marks: Marks) -> None:

@@ -34,6 +34,8 @@ class MarkedDatabase(Database):
         its log may have lost its tail to damage, so the fencing numbers do.
         """
         found = files.read_marks(self.path.parent)
+        if found is None:
+            files.put_marks_aside(self.path.parent)
         marks = found or (files.last_resort_marks() if lost else Marks())
         self._marks = marks
         with self._write():

@@ -13,7 +13,7 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import time
 from pathlib import Path
@@ -28,6 +28,7 @@ from alloy_agent.telemetry.metering import Account, UsageRow
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+LOG = logging.getLogger(__name__)
 FOLDER: Final = "usage"
 OPEN: Final = "open.json"
 
@@ -131,9 +132,15 @@ def _failure(path: Path, exc: OSError) -> StoreError:
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / OPEN).read_bytes(), type=Checkpoint)
-    return Checkpoint()
+    """Return the accounts that were open; of a damaged file none, and that is said."""
+    path = folder / OPEN
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Checkpoint)
+    except FileNotFoundError:
+        return Checkpoint()
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        LOG.warning("usage_damaged", extra={"path": str(path), "reason": str(exc)})
+        return Checkpoint()
 
 
 def rows(folder: Path, broken: list[str] | None = None) -> Iterator[UsageRow]:
