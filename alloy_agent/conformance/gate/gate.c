@@ -290,7 +290,7 @@ enum { METERS = sizeof meters / sizeof *meters };
 static int hip_used;
 /* launches in order; an entry without `tracked` is one whose launch has not returned yet */
 static struct flight {
-  uint64_t launched_ns, mark; /* mark: of an AQL queue, the packet */
+  uint64_t launched_ns, took_ns, mark; /* mark: of an AQL queue, the packet */
   A event, home;              /* home: the context whose event it is */
   uint32_t ident, more;       /* more: launches beyond the ring that end with this one */
   struct meter *meter;
@@ -496,24 +496,32 @@ static void longest_of_all(void) {
   for (int i = 0; i < IDENTS; i++) if (known_ns[i] > longest_ns) longest_ns = known_ns[i];
 }
 
-/* Count the oldest launches that are done; with the last one a busy period ends. */
+/* Count the oldest launches that are done; with the last one a busy period ends. Several that were seen
+   to be done at once share the time since the one before them as their estimates do. */
 static void settle(uint64_t now) {
-  uint64_t sum = 0;
-  for (; head < tail && flight[head % FLIGHTS].done; head++) {
+  uint64_t sum = 0, weights = 0, end = head;
+  for (; end < tail && flight[end % FLIGHTS].done; end++)
+    weights += estimate(flight[end % FLIGHTS].ident, 1000000);
+  uint64_t from = head < end ? flight[head % FLIGHTS].launched_ns : now;
+  if (from < last_done_ns) from = last_done_ns;
+  const double unit = weights && now > from ? (double)(now - from) / (double)weights : 0.0;
+  for (uint64_t n = head; n < end; n++) {
+    struct flight *f = &flight[n % FLIGHTS];
+    f->took_ns = (uint64_t)(unit * (double)estimate(f->ident, 1000000));
+    sum += 1 + f->more;
+    atomic_fetch_add(&me->device_ns, f->took_ns);
+  }
+  for (; head < end; head++) {
     struct flight *f = &flight[head % FLIGHTS];
-    uint64_t from = f->launched_ns > last_done_ns ? f->launched_ns : last_done_ns;
-    uint64_t took = now > from ? now - from : 0, *k = &known_ns[f->ident % IDENTS];
     /* what a kernel takes by itself is near its shortest times: others' work only adds to it */
-    uint64_t before = *k;
-    if (f->meter->vendor != HSA) *k = !before ? took : took < before ? (before + 3 * took) / 4
-                                                              : before + (took - before) / 32;
+    uint64_t *k = &known_ns[f->ident % IDENTS], before = *k, took = f->took_ns;
+    if (f->meter->vendor == HSA) continue;
+    *k = !before ? took : took < before ? (before + 3 * took) / 4 : before + (took - before) / 32;
     if (*k > longest_ns) longest_ns = *k;
     else if (before == longest_ns) longest_of_all();
-    atomic_fetch_add(&me->device_ns, took);
-    last_done_ns = now;
-    sum += 1 + f->more;
   }
   if (!sum) return;
+  last_done_ns = now;
   atomic_fetch_add(&me->completed, sum);
   if (gate_waits) pthread_cond_broadcast(&ends);
   atomic_store_explicit(&me->heartbeat, now, memory_order_relaxed);
@@ -718,13 +726,14 @@ static void *poll_completions(void *arg) {
   pthread_mutex_lock(&lock);
   for (int calm = 0;;) {
     uint64_t n = next_tracked();
-    if (n == tail && ++calm > 40) { /* nothing for two milliseconds: whoever launches next wakes us */
+    if (n == tail && ++calm > 8) { /* nothing for a while: whoever launches next wakes us */
       poller_waits = 1;
       pthread_cond_wait(&work, &lock);
       poller_waits = calm = 0;
       continue;
     }
     if (n == tail) {
+      settle(now_ns());
       nap(50000);
       continue;
     }
@@ -742,14 +751,14 @@ static void *poll_completions(void *arg) {
       pthread_mutex_lock(&lock);
     }
     if (done && n >= head && f->event == seen.event) landed(f);
-    uint64_t now = now_ns();
-    settle(now);
     if (done) continue;
-    /* half of what is left of it by experience, so that its end is seen soon after */
-    uint64_t from = seen.launched_ns > last_done_ns ? seen.launched_ns : last_done_ns;
-    uint64_t ends = from + known_ns[seen.ident % IDENTS];
-    uint64_t ns = ends > now ? (ends - now) / 2 : 0;
-    nap(ns < 20000 ? 20000 : ns > 500000 ? 500000 : ns);
+    uint64_t now = now_ns(), left = 0;
+    settle(now);
+    /* most of what is left of it all by experience, so that the end is seen soon after */
+    for (n = head; n < tail && left < 4000000; n++) left += estimate(flight[n % FLIGHTS].ident, 50000);
+    uint64_t since = seen.launched_ns > last_done_ns ? seen.launched_ns : last_done_ns;
+    left = left > now - since ? (left - (now - since)) * 3 / 4 : 0;
+    nap(left < 50000 ? 50000 : left > 2000000 ? 2000000 : left);
   }
   return NULL;
 }
