@@ -31,6 +31,7 @@ IMAGE: Final = "localhost/busybox:1"
 PAUSE: Final = "localhost/pause:1"
 NODES: Final = (
     "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset",
+    "kfd", *(f"dri/renderD{n}" for n in range(128, 136)), *(f"neuron{n}" for n in range(16)),
     *(f"nvidia{n}" for n in range(8)),
     *(f"nvidia-caps/nvidia-cap{n}" for n in range(1, 300)),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import shutil
 import subprocess
 import uuid
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from alloy_agent.kubernetes import slices
+from alloy_agent.kubernetes import conditions, slices
 from alloy_agent.kubernetes.api import ApiClient, ApiError
 from alloy_agent.kubernetes.claims import ClaimRef
 from alloy_agent.kubernetes.offers import Pool
@@ -327,6 +328,91 @@ def test_a_claims_status_is_written_on_its_own_node_alone(installed: Installed) 
     assert installed.agent_a.claim_devices(ref, DRIVER, [])
     assert set(there()) == {"nic.example.com"}
     assert "data" not in there()["nic.example.com"]
+
+
+COMPONENT = ROOT / "deploy" / "daemonset" / "components" / "node-condition"
+
+
+def test_a_node_tells_of_its_accelerators_beside_others(installed: Installed) -> None:
+    """With the component: own conditions of the own node alone; those of others stay."""
+    cluster = installed.cluster
+    node, client = installed.agent(f"node-{uuid.uuid4().hex[:8]}")
+    condition, _ = _due(conditions.UNHEALTHY, {"GPU-0": "lost"})
+    with pytest.raises(ApiError, match="403"):
+        client.node_condition(node, condition)
+    role, binding = documents((COMPONENT / "rbac.yaml").read_text())
+    policy, bound = documents((COMPONENT / "policy.yaml").read_text())
+    for one in (policy, bound, role, binding):
+        cluster.apply(one, dry_run=True)
+        cluster.apply(one)
+    try:
+        # Others' nodes and conditions are kept by the policy, once it is in force.
+        cluster.until(
+            lambda: (
+                "the status of another node"
+                in refused(lambda: client.node_condition("node-b", condition))
+            )
+        )
+        client.node_condition(node, condition)
+        drained, _ = _due(conditions.DRAINED, {})
+        client.node_condition(node, drained)
+        ready = {"type": "Ready", "status": "False", "reason": "Lie", "message": "not ours"}
+        said = refused(lambda: client.node_condition(node, ready))
+        assert "a condition that is not the agent's" in said
+        swollen = {"status": {"capacity": {"cpu": "1000"}}}
+        path = f"/api/v1/nodes/{node}/status"
+        kind = "application/strategic-merge-patch+json"
+        said = refused(lambda: client.request("PATCH", path, swollen, kind=kind))
+        assert "more of a node's status than conditions" in said
+        found = cluster.get("Node", node)["status"]["conditions"]
+        assert {one["type"]: one["status"] for one in found} == {
+            "Ready": "True",
+            conditions.UNHEALTHY.type: "True",
+            conditions.DRAINED.type: "False",
+        }
+        well, _ = _due(conditions.UNHEALTHY, {})
+        client.node_condition(node, well)
+        found = cluster.get("Node", node)["status"]["conditions"]
+        assert {one["type"]: one["status"] for one in found}[conditions.UNHEALTHY.type] == "False"
+    finally:
+        for one in (binding, role, bound, policy):
+            cluster.admin.request("DELETE", path_of(one))
+        cluster.until(lambda: "403" in refused(lambda: client.node_condition(node, condition)))
+
+
+def _due(kind: conditions.Kind, sick: dict[str, str]) -> tuple[Document, conditions.Told]:
+    """Return a condition as the agent writes it."""
+    found = conditions.condition_of(sick, None, 0.0, "2026-11-30T12:00:00Z", kind)
+    assert found is not None
+    return found
+
+
+def test_the_component_adds_to_an_overlay(installed: Installed, tmp_path: Path) -> None:
+    """A site's own overlay takes the component in, and all of it is taken by the server."""
+    if missing("kubectl"):
+        pytest.skip(missing("kubectl"))
+    shutil.copytree(ROOT / "deploy" / "daemonset", tmp_path / "daemonset")
+    site = tmp_path / "daemonset" / "overlays" / "site"
+    site.mkdir()
+    (site / "kustomization.yaml").write_text(
+        "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
+        "resources: [../amd]\ncomponents: [../../components/node-condition]\n"
+    )
+    done = subprocess.run(
+        [str(program("kubectl")), "kustomize", str(site)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = documents(done.stdout)
+    for one in found:
+        installed.cluster.apply(one, dry_run=True)
+    (daemonset,) = [one for one in found if one["kind"] == "DaemonSet"]
+    env = daemonset["spec"]["template"]["spec"]["containers"][0]["env"]
+    values = {one["name"]: one.get("value") for one in env}
+    assert values["ALLOY_KUBERNETES_NODE_CONDITION"] == "true"
+    assert values["ALLOY_KUBERNETES_VENDORS"] == "amd"
 
 
 # --- slices --------------------------------------------------------------------------------------

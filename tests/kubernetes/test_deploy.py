@@ -31,6 +31,7 @@ from tests.kubernetes.world import DRIVER
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "deploy" / "daemonset" / "base"
 OVERLAYS = ROOT / "deploy" / "daemonset" / "overlays"
+COMPONENT = ROOT / "deploy" / "daemonset" / "components" / "node-condition"
 EXAMPLES = ROOT / "examples" / "kubernetes"
 # Kubernetes merges these lists by a key; so does a patch.
 MERGED = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": "mountPath"}
@@ -82,6 +83,7 @@ def validate(document: dict[str, Any], version: str) -> None:
 def test_everything_keeps_the_schemas(version: str) -> None:
     """Base, overlays, examples and the slices that the agent writes, strictly."""
     found = [*base(), *(overlay(path.name) for path in OVERLAYS.iterdir())]
+    found += [one for name in ("rbac", "policy") for one in documents(COMPONENT / f"{name}.yaml")]
     found += [one for path in EXAMPLES.glob("*.yaml") for one in documents(path)]
     assert len(found) > 15
     for document in found:

@@ -37,7 +37,9 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 class Agent:
     """The daemon on a machine, with the token of its own service account."""
 
-    def __init__(self, machine: Machine, token_file: str, instance: str = "") -> None:
+    def __init__(
+        self, machine: Machine, token_file: str, instance: str = "", fake: str = "2xH100-SXM5-80GB"
+    ) -> None:
         cluster, folder = machine.cluster, machine.folder
         (port,) = _ports(1)
         self.probes = f"127.0.0.1:{port}"
@@ -46,7 +48,7 @@ class Agent:
             "node_name": machine.name,
             "state_dir": f"{folder}/state",
             "socket_path": f"{folder}/a{instance}.sock",
-            "fake": ["2xH100-SXM5-80GB"],
+            "fake": [fake],
             "backends": dict.fromkeys(("nvidia", "amd", "neuron", "cpu"), "off"),
             "metrics": {"enabled": False},
             "kubernetes": {
@@ -121,8 +123,8 @@ def machine(scheduled: Installed) -> Iterator[Machine]:
 
 
 @contextlib.contextmanager
-def agent_on(machine: Machine, token_file: str, instance: str = "") -> Iterator[Agent]:
-    made = Agent(machine, token_file, instance)
+def agent_on(machine: Machine, token_file: str, instance: str = "", **more: str) -> Iterator[Agent]:
+    made = Agent(machine, token_file, instance, **more)
     try:
         yield made
     finally:
@@ -154,9 +156,9 @@ def token_on(machine: Machine, installed: Installed) -> str:
     return path
 
 
-def template(name: str, profile: str) -> dict[str, Any]:
+def template(name: str, profile: str, kind: str = "mig") -> dict[str, Any]:
     selector = {"cel": {"expression": f'device.attributes["{DRIVER}"].profile == "{profile}"'}}
-    exactly = {"deviceClassName": "mig.alloy.dev", "selectors": [selector]}
+    exactly = {"deviceClassName": f"{kind}.alloy.dev", "selectors": [selector]}
     return {
         "apiVersion": API,
         "kind": "ResourceClaimTemplate",
@@ -166,7 +168,7 @@ def template(name: str, profile: str) -> dict[str, Any]:
 
 
 def pod(name: str, machine: Machine, claim_template: str) -> dict[str, Any]:
-    script = "env; ls -1 /dev /dev/nvidia-caps; echo end; sleep 2147483647"
+    script = "env; ls -1 /dev /dev/nvidia-caps /dev/dri; echo end; sleep 2147483647"
     claim = {"name": "gpu", "resourceClaimTemplateName": claim_template}
     return {
         "apiVersion": "v1",
@@ -206,12 +208,13 @@ class Watched:
             logs.append(self.agent.log.read_text(errors="replace")[-3000:])
             raise AssertionError("\n---\n".join(logs)) from exc
 
-    def published(self) -> bool:
+    def published(self, pools: int = 2) -> bool:
+        """Whether the slices of so many devices are there, and in order."""
         found, _ = self.cluster.admin.slices(DRIVER, self.machine.name)
         by_pool: dict[str, list[Any]] = {}
         for one in found:
             by_pool.setdefault(one["spec"]["pool"]["name"], []).append(one)
-        return len(by_pool) == 2 and all(not slices.problems(s) for s in by_pool.values())
+        return len(by_pool) == pools and all(not slices.problems(s) for s in by_pool.values())
 
     def running(self, name: str) -> bool:
         found = self.cluster.get("Pod", name)
@@ -281,6 +284,45 @@ def test_a_pod_gets_its_piece_and_gives_it_back(machine: Machine, scheduled: Ins
             cluster.delete("Pod", name)
         watched.until(lambda: not list(machine.cdi.iterdir()))
         watched.until(lambda: all(one["profile"] != "3g.40gb" for one in agent.partitions()))
+        watched.until(lambda: not machine_claims(cluster, suffix))
+        assert agent.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("fake", "pools", "kind", "profile", "nodes", "variable"),
+    [
+        ("2xMI300X", 2, "device", "SPX", {"kfd", "renderD"}, "ROCR_VISIBLE_DEVICES="),
+        ("trn2.48xlarge", 16, "cores", "4c", {"neuron"}, "NEURON_RT_VISIBLE_CORES="),
+    ],
+)
+def test_the_other_vendors_pieces_reach_their_containers(  # noqa: PLR0917
+    fake: str,
+    pools: int,
+    kind: str,
+    profile: str,
+    nodes: set[str],
+    variable: str,
+    machine: Machine,
+    scheduled: Installed,
+) -> None:
+    """A card of AMD, cores of a Neuron device: its nodes, one of a kind, and its variable."""
+    cluster, suffix = machine.cluster, uuid.uuid4().hex[:6]
+    token_file, name = token_on(machine, scheduled), f"one-{suffix}"
+    with agent_on(machine, token_file, fake=fake) as agent:
+        watched = Watched(machine, agent)
+        machine.start_kubelet()
+        watched.until(lambda: agent.probe("readiness"))
+        watched.until(lambda: watched.published(pools))
+        cluster.create(template(f"slice-{suffix}", profile, kind))
+        cluster.create(pod(name, machine, f"slice-{suffix}"))
+        watched.until(lambda: watched.running(name))
+        lines = watched.said(name)
+        assert any(line.startswith(variable) for line in lines)
+        seen = [one for one in lines if one.startswith(("kfd", "renderD", "neuron", "nvidia"))]
+        assert {one.rstrip("0123456789") for one in seen} == nodes
+        assert len(seen) == len(nodes), "one of each, though the host has more"
+        cluster.delete("Pod", name)
+        watched.until(lambda: not list(machine.cdi.iterdir()))
         watched.until(lambda: not machine_claims(cluster, suffix))
         assert agent.stop() == 0
 
