@@ -604,7 +604,7 @@ class Uplink:
             now_s = boottime_s()
             beat_s, silence_s = _beats(session)
             if session.welcomed.is_set():  # from now on the pace is known
-                pause_s = min(LOOK_S, beat_s / 4)
+                pause_s = min(LOOK_S, max(DIALLING_LOOK_S, beat_s / 4))
             if now_s - session.heard_s > silence_s and not session.held_up:
                 session.end(f"brain {self._settings.address}: silent for {silence_s:.0f} s")
             elif session.welcomed.is_set() and now_s - pulse_s >= beat_s:

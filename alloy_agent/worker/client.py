@@ -521,8 +521,9 @@ class Worker:
     # --- supervision, on its own thread ---
 
     def _supervise(self) -> None:
-        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        usual = max(0, os.getpriority(os.PRIO_PROCESS, 0))  # a worker raises what it has to
         while not self._stopping.is_set():
+            self._nice(usual)
             process = self._spawn()
             if self._sample and self.settings.realtime:
                 self._nice(RAISED_NICE)  # only now: a worker inherits what holds when it is made
@@ -547,7 +548,6 @@ class Worker:
             )
             if self._stopping.wait(wait_s):
                 return
-            self._nice(usual)
             with self._change:
                 if self._phase == "stopped":
                     return
