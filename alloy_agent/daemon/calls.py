@@ -20,6 +20,7 @@ from alloy_agent.model import Value
 
 KEPT_BYTES: Final = 16 << 10
 LINE_LENGTH: Final = 300
+LAST_READS: Final = 64  # of KEPT_BYTES each: as much as the largest pipe holds (1 MiB, pipe(7))
 
 
 class Called(Value, frozen=True, kw_only=True):
@@ -70,9 +71,11 @@ def _listen(
             while (left_s := until_s - time.monotonic()) > 0:
                 ready = {key.fd for key, _ in selector.select(left_s)}
                 if pipe.fileno() in ready and not _take(pipe, kept):
-                    selector.unregister(pipe)
+                    selector.unregister(pipe)  # nobody writes there any more
                 if pidfd in ready:
-                    _take(pipe, kept)
+                    for _ in range(LAST_READS):  # what it left in the pipe; others may go on
+                        if not _take(pipe, kept):
+                            break
                     return True, bytes(kept)
         return False, bytes(kept)
     finally:
@@ -80,13 +83,13 @@ def _listen(
 
 
 def _take(pipe: IO[bytes], kept: bytearray) -> bool:
-    """Add what can be read at once, and keep the end of it; return whether more can come."""
+    """Add what can be read at once, and keep the end of it; return whether there was anything."""
     with contextlib.suppress(BlockingIOError):
         chunk = os.read(pipe.fileno(), KEPT_BYTES)
         kept += chunk
         del kept[:-KEPT_BYTES]
         return bool(chunk)
-    return True
+    return False
 
 
 def _failure(code: int, said: str) -> str:
