@@ -115,6 +115,7 @@ def test_a_reset_that_fails_or_never_ends_says_what_is_left(
     ):
         backend.reset(device)
     assert "modprobe neuron" in hung.value.cure
+    monkeypatch.undo()  # from here on the driver may take its time
     with (
         host.driver_that_resets(fails=True),
         pytest.raises(BackendError, match="the reset has failed"),
