@@ -1,7 +1,7 @@
 """How fast production stays, and how much of the rest is lent: every arm on every trace.
 
 Simulated clock: the figures depend on the seeds alone. `--table` prints the whole table as Markdown
-instead of the document; `--save` keeps both as files under `benchmarks/results`.
+instead of the document; `--save` keeps all figures under `benchmarks/results` as well.
 """
 
 from __future__ import annotations
@@ -86,12 +86,11 @@ def measure(quick: bool) -> list[Result]:
 
 
 def save(table: Table) -> None:
-    """Write the document with all figures, and the table for people."""
+    """Write the document with all figures."""
     results = [*promises(table), *detection(False)]
     whole = {**document("rate_control", results), "seeds": SEEDS, "table": figures(table)}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "rate_control.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "rate_control.md").write_text(markdown(table) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
