@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 FACTORY = f"{Path(__file__).with_name('vendor.py')}:open_it"
-PATIENCE_S = 20.0  # only so that a broken build ends; no test asserts on it
+PATIENCE_S = 60.0  # only so that a broken build ends; no test asserts on it
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

@@ -159,7 +159,7 @@ def test_a_discovery_that_hangs_is_an_answer_in_time(lab: Lab) -> None:
 
 def test_a_library_that_hangs_while_it_is_opened_is_killed_and_tried_again(lab: Lab) -> None:
     """Opening never returns: calls end at their deadline, and the worker is replaced."""
-    worker = lab.worker({".open": "hang"}, settings=WorkerSettings(open_deadline_s=0.5))
+    worker = lab.worker({".open": "hang"}, settings=WorkerSettings(open_deadline_s=4.0))
     with pytest.raises(DeviceStalledError, match="opening"):
         worker.observe(DEV[0], deadline_s=0.1)
     wait_for(lambda: worker.state().restarts >= 1, "a restart")
