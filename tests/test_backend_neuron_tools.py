@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alloy_agent.backends.neuron import monitor as monitoring
-from alloy_agent.backends.neuron.access import Run, access_of, container_edits, environment_file
+from alloy_agent.backends.neuron.access import Run, access_of
 from alloy_agent.backends.neuron.health import (
     ADVICE,
     ErrorClass,
@@ -454,18 +454,6 @@ def test_meeting_points_of_two_runs_differ() -> None:
         for s in range(8)
     ]
     assert len(set(ports)) == len(ports)
-
-
-def test_an_access_becomes_container_edits_and_an_environment_file() -> None:
-    """The same nodes and variables, for a CDI device and for a service."""
-    access = access_of([run(1, size=1)], "t", has_lnc=True, ports_from=61000)
-    edits = container_edits(access)
-    assert edits["deviceNodes"] == [{"path": "/dev/neuron1", "permissions": "rw"}]
-    assert "NEURON_RT_VISIBLE_CORES=2" in edits["env"]
-    text = environment_file(access)
-    assert "NEURON_RT_VISIBLE_CORES=2\n" in text
-    assert "NEURON_RT_NUM_CORES=\n" in text
-    assert "ROOT_COMM" not in text
 
 
 # --- health --------------------------------------------------------------------------------------

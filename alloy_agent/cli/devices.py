@@ -17,6 +17,11 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("devices", help="show devices, partitions, profiles and owners")
     parser.add_argument("--json", action="store_true", help="print the document")
+    parser.add_argument(
+        "--environment",
+        metavar="PARTITION",
+        help="print the variables of a tenant of this partition, as an environment file",
+    )
     parser.set_defaults(run=run)
 
 
@@ -27,11 +32,30 @@ def run(arguments: Namespace) -> int:
     with open_node(arguments) as node:
         document = node.devices()
         said = frozenset(getattr(node, "notes", ()))  # a node of our own says them at its end
-    if arguments.json:
+    if arguments.environment:
+        output.write(environment_file(document, arguments.environment))
+    elif arguments.json:
         output.write_json(document)
     else:
         show(document, said)
     return 0
+
+
+def environment_file(document: DevicesDocument, name: str) -> str:
+    """Return a partition's variables, for `EnvironmentFile=` of systemd or `--env-file`.
+
+    Names that a tenant must not have are set to nothing.
+
+    Raises:
+        ConfigError: The name means no partition, or several.
+    """
+    from alloy_agent.daemon.documents import device_views
+    from alloy_agent.planner.names import find_partition
+
+    entry = find_partition(name, [p for v in device_views(document) for p in v.partitions])
+    lines = [f"{key}={value}" for key, value in sorted(entry.environment.items())]
+    lines += [f"{key}=" for key in entry.unset if key not in entry.environment]
+    return "\n".join(lines)
 
 
 def show(document: DevicesDocument, said: frozenset[str] = frozenset()) -> None:

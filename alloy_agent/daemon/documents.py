@@ -77,6 +77,8 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     device_nodes: tuple[str, ...]
     group: tuple[DeviceId, ...] = ()
     occupants: tuple[Occupant, ...] = ()  # pods, containers, jobs or units
+    environment: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
+    unset: tuple[str, ...] = ()
 
 
 class DevicesDocument(Value, frozen=True, kw_only=True):
@@ -126,6 +128,8 @@ def partition_entry(
         device_nodes=partition.access.device_nodes,
         group=partition.group,
         occupants=partition.occupants,
+        environment=partition.access.environment,
+        unset=partition.access.unset,
     )
 
 

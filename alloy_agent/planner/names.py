@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from alloy_agent.errors import ConfigError
-from alloy_agent.model import Partition
+from alloy_agent.model import Partition, PartitionId
 
 LONGEST: Final = 24  # ids up to this length are shown whole
 SHORTEST: Final = 12  # "GPU-29f7be15"
@@ -48,7 +48,26 @@ def shortened(text: str, names: dict[str, str]) -> str:
     return text
 
 
-def find_partition(name: str, partitions: Sequence[Partition]) -> Partition:
+class Named(Protocol):
+    """What a name is looked for in: a partition, or its listing."""
+
+    @property
+    def id(self) -> PartitionId:
+        """The whole id: its device's, a slash, the piece."""
+
+    @property
+    def uuid(self) -> str | None:
+        """The vendor's own id."""
+
+    @property
+    def generation(self) -> int:
+        """How often the place was made anew."""
+
+
+AnyNamed = TypeVar("AnyNamed", bound=Named)
+
+
+def find_partition(name: str, partitions: Sequence[AnyNamed]) -> AnyNamed:
     """Return the partition that a person means.
 
     Args:
@@ -115,16 +134,16 @@ def find_group(name: str, partitions: Sequence[Partition]) -> tuple[Partition, .
     return tuple(members[device] for device in one.group)
 
 
-def _begins(partition: Partition, name: str) -> bool:
+def _begins(partition: Named, name: str) -> bool:
     """Whether a name is the beginning of an id or UUID, or of both parts of an id."""
     if partition.id.startswith(name) or (partition.uuid or "").startswith(name):
         return True
     device, slash, piece = name.rpartition("/")
-    own = partition.id[len(partition.device) + 1 :]
-    return bool(slash and device) and partition.device.startswith(device) and own == piece
+    whole, _, own = partition.id.rpartition("/")
+    return bool(slash and device) and whole.startswith(device) and own == piece
 
 
-def _none(name: str, partitions: Sequence[Partition]) -> ConfigError:
+def _none(name: str, partitions: Sequence[Named]) -> ConfigError:
     ids = [str(p.id) for p in partitions]
     close = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
     cure = f"did you mean {' or '.join(close)}?" if close else "see 'alloy-agent devices'"

@@ -52,6 +52,19 @@ def test_a_group_is_entered_by_any_member_with_a_plus(site: Site) -> None:
     assert json.loads(alone.stdout)["NEURON_RT_VISIBLE_CORES"] == "8-11"
 
 
+def test_a_partition_has_an_environment_file(site: Site) -> None:
+    """`devices --environment` prints what exec would set, and empties what it would remove."""
+    piece = next(p for p in site.partitions() if not p["group"])
+    printed = site.run("devices", "--environment", piece["id"])
+    assert (printed.returncode, printed.stderr) == (0, "")
+    lines = printed.stdout.splitlines()
+    assert f"NEURON_RT_VISIBLE_CORES={piece['environment']['NEURON_RT_VISIBLE_CORES']}" in lines
+    assert "NEURON_RT_NUM_CORES=" in lines
+    refused = site.run("devices", "--environment", "neuron99/4c@0")
+    assert refused.returncode != 0
+    assert "partition neuron99/4c@0: there is none of this id" in refused.stderr
+
+
 def test_a_group_takes_one_tenant(site: Site) -> None:
     """Where another tenant is in one member, nobody else enters the group."""
     members = [p["id"] for p in site.partitions() if p["group"]]

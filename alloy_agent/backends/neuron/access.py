@@ -8,7 +8,7 @@ cores. Inside a container the count starts at the first device that it was given
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from alloy_agent.errors import PlanImpossibleError
 from alloy_agent.model import Access, Value
@@ -76,21 +76,6 @@ def access_of(
 def group_tag(first: str, count: int) -> str:
     """Return the name of a group: that of its first piece, and how many more there are."""
     return f"{first}+{count - 1}"
-
-
-def container_edits(access: Access) -> dict[str, Any]:
-    """Return an access as the `containerEdits` of a CDI device."""
-    return {
-        "deviceNodes": [{"path": path, "permissions": "rw"} for path in access.device_nodes],
-        "env": [f"{name}={value}" for name, value in sorted(access.environment.items())],
-    }
-
-
-def environment_file(access: Access) -> str:
-    """Return an access as an environment file; `unset` names are emptied."""
-    lines = [f"{name}={value}" for name, value in sorted(access.environment.items())]
-    lines += [f"{name}=" for name in access.unset if name not in access.environment]
-    return "\n".join(lines) + "\n"
 
 
 def _cores(run: Run, counted_from: int) -> range:
