@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.machine.wheels import ROOT, collect, run
+from tests.machine.wheels import ROOT, StepError, collect, run
 
-BOOT_S = 90.0
+BOOT_S = 240.0
 TOOLS = ("systemd-nspawn", "nsenter", "unshare", "mount")
 TARGET = "alloy-test.target"
 UNITS = {
@@ -34,6 +34,10 @@ UNITS = {
     f"[Install]\nWantedBy={TARGET}\n",
 }
 JOIN = 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs"; shift; done; shift; exec "$@"'
+
+
+class NoContainerError(Exception):
+    """This host mounts no overlay over its own root."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,10 @@ class Container:
         for part in ("root", "upper", "work"):
             (self._folder / part).mkdir(parents=True)
         layers = f"lowerdir=/,upperdir={self._folder}/upper,workdir={self._folder}/work"
-        run("mount", "-t", "overlay", "overlay", "-o", layers, str(self.root))
+        try:
+            run("mount", "-t", "overlay", "overlay", "-o", layers, str(self.root))
+        except StepError as exc:
+            raise NoContainerError(str(exc)) from exc
         try:
             self._furnish()
             self.boot()
@@ -232,7 +239,7 @@ class Container:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
 
-    def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    def wait(self, what: str, holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
         """Wait until a condition holds.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.machine import container
-from tests.machine.container import Container, places, remove_groups
+from tests.machine.container import Container, NoContainerError, places, remove_groups
 from tests.machine.wheels import ROOT
 
 pytestmark = [
@@ -116,7 +117,11 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     name = f"alloy{uuid.uuid4().hex[:10]}"
     host = Host(tmp_path_factory.mktemp("machine"), name)
     host.groups = name
-    with host:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(host)
+        except NoContainerError as exc:
+            pytest.skip(f"no systemd can be booted: {exc}")
         host.settings()
         host.layout(64)
         host.ok("systemctl", "enable", "alloy-agent")
