@@ -79,7 +79,7 @@ def beside(per_sample_ms: float, age_ms: float, quick: bool) -> list[Result]:
     note = f"plain exporter {plain_ms:.2f} ms, whole agent {per_sample_ms:.2f} ms"
     what = "CPU of a plain exporter over the agent's, per sample of 8 x 8"
     rows = [result(what, [plain_ms / per_sample_ms], "times", ">=", 1.0, note=note)]
-    rows += _nvitop(20 if quick else 100)
+    rows += _nvitop(10 if quick else 100)
     theirs_ms = SCRAPE_S * 1e3 / 2 + plain_ms
     note = f"mean age {age_ms:.1f} ms over the stream, {theirs_ms:.0f} ms at a 15 s scrape"
     what = "age of a value at its reader, an exporter over the agent at 10 Hz"

@@ -10,7 +10,6 @@ calls (`benchmarks.exporters`).
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -319,10 +318,10 @@ class Brain:
         return told
 
 
-def _spin() -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, 0)  # this process goes first, as the daemon does
-    while True:
-        pass
+SPIN: Final = """import os
+os.setpriority(os.PRIO_PROCESS, 0, 0)  # whoever starts it goes first, as the daemon does
+while True: pass
+"""
 
 
 class Phase(NamedTuple):
@@ -339,7 +338,7 @@ def _measured(agent: Agent, seconds: float) -> Phase:
     pid = agent.worker.state().pid
     if pid is None:
         raise RuntimeError(agent.worker.state().reason)
-    time.sleep(1.5)
+    time.sleep(min(1.5, seconds / 2))
     samples, events = set(agent.sent), set(agent.happened)
     worker_s, own_s, begun_s = cpu_s(pid), time.process_time(), time.monotonic()
     time.sleep(seconds)
@@ -381,15 +380,13 @@ def _late_row(what: str, counts: tuple[int, ...], promise: float) -> Result:
 def _every_core_busy() -> Iterator[None]:
     """Keep a process that never sleeps on every core."""
     cores = len(os.sched_getaffinity(0))
-    spinners = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(cores)]
-    for spinner in spinners:
-        spinner.start()
+    spinners = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(cores)]
     try:
         yield
     finally:
         for spinner in spinners:
             spinner.kill()
-            spinner.join()
+            spinner.wait()
 
 
 def _since(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
@@ -456,7 +453,7 @@ def measure(quick: bool) -> list[Result]:
 
     priority.take_turns()  # as the daemon does
     priority.go_first()
-    seconds = 2.5 if quick else 20.0
+    seconds = 2.0 if quick else 20.0
     rows: list[Result] = []
     usual: Phase | None = None
     for rate_hz, promise in CPU_PROMISES.items():
