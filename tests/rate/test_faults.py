@@ -576,3 +576,18 @@ def test_the_old_freezer_is_bounded_against_forks(old_group: Cgroup, bench: Benc
 def test_the_state_page_has_room_for_what_the_gate_says() -> None:
     """The layout of both sides is one: 64 slots of 256 bursts behind a page of head."""
     assert HEAD_BYTES + SLOTS * SLOT_BYTES == STATE_BYTES
+
+
+def test_a_tenant_that_does_not_read_is_told_its_last_count(bench: Bench) -> None:
+    """Two thousand completions while nobody reads: some messages are dropped, the last count not."""
+    bench.device()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tenant:
+        tenant.settimeout(60.0)
+        tenant.connect(str(bench.socket))
+        for _ in range(2000):
+            tenant.send(struct.pack("<2I", 1, 1))
+            time.sleep(0.0002)  # so that they complete one by one
+        count = 0
+        while count < 2000:
+            (count,) = struct.unpack("<Q", tenant.recv(64))
+    assert count == 2000

@@ -30,6 +30,7 @@ ANSWER_MOST: Final = 512  # contexts in one answer
 SPIN_S: Final = 150e-6
 LONGEST_US: Final = 10_000_000
 FETCH: Final = 256
+OWED_S: Final = 0.002
 
 
 class Server:
@@ -57,6 +58,7 @@ class Server:
         self._contexts: dict[str, socket.socket] = {}
         self._done: dict[str, int] = {}
         self._pids: dict[str, int] = {}
+        self._owed: set[str] = set()  # contexts that could not be told their count
         self._made = 0
         self._alone_s, self._used_s = alone_s, time.monotonic()
 
@@ -69,6 +71,8 @@ class Server:
         """Wait for the next launch or completion, and handle it."""
         due_s = self.engine.next_s()
         wait_s = None if due_s == math.inf else max(0.0, due_s - time.monotonic() - SPIN_S)
+        if self._owed:
+            wait_s = OWED_S if wait_s is None else min(wait_s, OWED_S)
         if not self._contexts and self._alone_s < math.inf:
             wait_s = 0.5
         for key, _ in self._selector.select(wait_s):
@@ -79,15 +83,20 @@ class Server:
         self._complete(time.monotonic())
 
     def _complete(self, now_s: float) -> None:
-        changed = set()
+        changed, self._owed = self._owed, set()
         for work in self.engine.advance(now_s):
             self._done[work.context] = self._done.get(work.context, 0) + 1
             changed.add(work.context)
         for context in changed:
             peer = self._contexts.get(context)
-            if peer is not None:
-                with contextlib.suppress(OSError):
-                    peer.send(DONE.pack(self._done[context]))
+            if peer is None:
+                continue
+            try:
+                peer.send(DONE.pack(self._done[context]))
+            except BlockingIOError:
+                self._owed.add(context)  # it has not read for long: the last count must reach it
+            except OSError:
+                continue  # it has gone; its end of file comes by itself
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -135,6 +144,7 @@ class Server:
         self._selector.unregister(peer)
         peer.close()
         self._done.pop(context, None)
+        self._owed.discard(context)
         self.engine.drop(context)
 
 
