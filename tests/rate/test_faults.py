@@ -579,7 +579,7 @@ def test_the_state_page_has_room_for_what_the_gate_says() -> None:
 
 
 def test_a_tenant_that_does_not_read_is_told_its_last_count(bench: Bench) -> None:
-    """Two thousand completions while nobody reads: some messages are dropped, the last count not."""
+    """Two thousand completions while nobody reads: messages are lost, the last count is not."""
     bench.device()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tenant:
         tenant.settimeout(60.0)
