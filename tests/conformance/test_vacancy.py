@@ -85,7 +85,7 @@ def test_an_empty_partition_is_not_advisory(name: str, tmp_path: Path) -> None:
 
 def test_an_idle_neuron_device_has_its_best_tier(tmp_path: Path) -> None:
     """Every idle grant of Neuron cores reaches the limit that its way of cutting has."""
-    from tests.test_backend_neuron import grant
+    from tests.backends.neuron.test_backend import grant
 
     backend = FakeNeuronHost(tmp_path, "trn1.2xlarge").open()
     try:

@@ -28,7 +28,7 @@ TOP = "/sys/fs/cgroup"
 LONG_S = 3600.0
 PYTEST = (
     "cd /opt/src && /opt/tests/bin/python -m pytest -q -p no:cacheprovider -rsf"
-    " tests/contract tests/test_backend_cpu.py tests/crash/test_host_cpu.py tests/host"
+    " tests/contract tests/backends/cpu tests/crash/test_host_cpu.py tests/host"
     " -m 'host or not host' -k 'cpu or host' 2>&1"
 )
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from alloy_agent.model import Scope, Share, Snapshot
+from tests.backends.nvidia.test_backend import A100, H100
+from tests.backends.nvidia.test_shares import with_v2_tree
 from tests.fakes.direct import Rooms
 from tests.fakes.nvml.host import NvidiaHost
-from tests.test_backend_nvidia import A100, H100
-from tests.test_backend_nvidia_shares import with_v2_tree
 
 ALL = frozenset(Scope)
 CHANGES = (

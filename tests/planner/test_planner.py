@@ -31,7 +31,7 @@ from alloy_agent.model import (
 )
 from alloy_agent.planner import describe, difference, disruptive, expected, fits, plan, undo_of
 from alloy_agent.planner.packing import STATES_MAX, Have, Kind, pack
-from tests.planner_world import (
+from tests.planner.world import (
     cpu,
     gpu,
     layout,

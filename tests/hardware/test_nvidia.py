@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.nvidia.test_apply import CHANGES
+from tests.backends.nvidia.test_backend import H100, hosted, process
+from tests.backends.nvidia.test_shares import with_v2_tree
 from tests.fakes.nvml.host import NvidiaHost
 from tests.hardware import nvidia
-from tests.test_backend_nvidia import H100, hosted, process
-from tests.test_backend_nvidia_apply import CHANGES
-from tests.test_backend_nvidia_shares import with_v2_tree
 
 SECTIONS = {
     "id",

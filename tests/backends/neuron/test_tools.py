@@ -45,7 +45,7 @@ from alloy_agent.silicon.boards.neuron import NEURON_INSTANCES
 from alloy_agent.telemetry.catalogue import load
 from tests.fakes.neuron import MAJOR, FakeNeuronHost, TreeNumbers
 
-SAMPLES = Path(__file__).resolve().parents[2] / "shared" / "facts" / "neuron"
+SAMPLES = Path(__file__).resolve().parents[4] / "shared" / "facts" / "neuron"
 INSTANCES = {instance.name: instance for instance in NEURON_INSTANCES}
 WAIT_S = 15.0
 

@@ -23,10 +23,10 @@ from alloy_agent.model import (
     Snapshot,
     Tier,
 )
+from tests.backends.nvidia.test_backend import fact_of, hosted
 from tests.fakes.dmem import DmemTree
 from tests.fakes.nvml.host import NvidiaHost
 from tests.fakes.shared import host_facts
-from tests.test_backend_nvidia import fact_of, hosted
 
 
 def share(device: DeviceId, memory_bytes: int | None = None) -> Create:

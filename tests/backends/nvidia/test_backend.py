@@ -51,11 +51,11 @@ from alloy_agent.planner import difference, plan
 from alloy_agent.silicon.boards import BOARDS, NvidiaBoard
 from alloy_agent.silicon.state import MachineState
 from tests.fakes.nvml.host import LIBRARY, NvidiaHost, Sink
-from tests.planner_world import Oracle, layout, wanted
+from tests.planner.world import Oracle, layout, wanted
 
 H100 = "H100-SXM5-80GB"
 A100 = "A100-SXM4-40GB"
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 ACTIVE = "alloy_partition_compute_active_ratio"
 
 

@@ -21,14 +21,14 @@ from alloy_agent.errors import (
 )
 from alloy_agent.model import Destroy, DeviceId, Partition, PartitionReport, TenantId, Tier, Verdict
 from alloy_agent.planner.names import find_group
-from tests.fakes.neuron import MAJOR, FakeNeuronHost
-from tests.test_backend_neuron import (
+from tests.backends.neuron.test_backend import (
     Opened,
     audit,
     create,
     numbered,
     verdict,
 )
+from tests.fakes.neuron import MAJOR, FakeNeuronHost
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from alloy_agent.layout import choose, read_layout
 from alloy_agent.model import Layout, Snapshot
 from alloy_agent.planner import difference, disruptive, plan
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def observed(backend: FakeBackend) -> Snapshot:

@@ -10,8 +10,8 @@ import pytest
 from alloy_agent.backends.nvidia.signals import CALLS_MAX, CHECK_S, Sampler, specs_of
 from alloy_agent.config import Settings
 from alloy_agent.model import Quality
+from tests.backends.nvidia.test_backend import ACTIVE, hosted
 from tests.fakes.nvml.host import NvidiaHost, Sink
-from tests.test_backend_nvidia import ACTIVE, hosted
 
 USED = "alloy_partition_memory_used_bytes"
 TICK_S = 0.1

@@ -14,8 +14,8 @@ from alloy_agent.errors import BackendError, DeviceBusyError
 from alloy_agent.model import Condition, DeviceEvent, DeviceId
 from alloy_agent.telemetry import health
 from alloy_agent.telemetry.catalogue import load
+from tests.backends.neuron.test_backend import Opened, eventually, grant, numbered
 from tests.fakes.neuron import FakeNeuronHost
-from tests.test_backend_neuron import Opened, eventually, grant, numbered
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from alloy_agent.errors import PlanImpossibleError
 from alloy_agent.model import Destroy, Layout, PartitionId, Snapshot
 from alloy_agent.planner import difference, plan
-from tests.planner_world import (
+from tests.planner.world import (
     Oracle,
     Placed,
     cpu,

@@ -49,7 +49,7 @@ from alloy_agent.silicon.boards import BOARDS, AmdBoard
 from alloy_agent.silicon.state import Client, Fault
 from tests.fakes.amd_tree import Oddities, tree_of
 
-RECORDED = Path(__file__).parents[2] / "shared" / "data" / "amd" / "topo-mi300-cpx.tar.xz"
+RECORDED = Path(__file__).parents[4] / "shared" / "data" / "amd" / "topo-mi300-cpx.tar.xz"
 GIB = 1 << 30
 
 

@@ -16,8 +16,8 @@ from alloy_agent.conformance.auditor import pids_of
 from alloy_agent.conformance.checks import judge
 from alloy_agent.host.pidspace import initial_namespace
 from alloy_agent.model import DeviceId, Fact, Judgement, Snapshot, Verdict
+from tests.backends.nvidia.test_backend import fact_of, hosted, process
 from tests.fakes.nvml.host import NvidiaHost
-from tests.test_backend_nvidia import fact_of, hosted, process
 
 NODE = "/dev/nvidiactl"
 UNSHARE = shutil.which("unshare") or ""
@@ -141,7 +141,7 @@ def test_in_a_real_pid_namespace_the_hosts_pids_are_told_as_unseen() -> None:
                 text=True,
                 timeout=120,
                 check=False,
-                cwd=Path(__file__).parents[1],
+                cwd=Path(__file__).parents[3],
             )
         finally:
             tenant.kill()

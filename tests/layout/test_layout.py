@@ -15,9 +15,9 @@ from alloy_agent.errors import ConfigError, PlanImpossibleError
 from alloy_agent.layout import choose, read_layout
 from alloy_agent.model import Device, DeviceId, Layout, ModeKind, Share
 from alloy_agent.planner import plan
-from tests.planner_world import cpu, gpu, mi300x, snapshot, trainium
+from tests.planner.world import cpu, gpu, mi300x, snapshot, trainium
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # Everything but the Kubernetes manifests, which are no layout files.
 LAYOUTS = sorted({*EXAMPLES.rglob("*.yaml")} - {*EXAMPLES.glob("kubernetes/*")})
 NODE: tuple[Device, ...] = (

@@ -24,10 +24,10 @@ from alloy_agent.backends.nvidia.mps import (
 )
 from alloy_agent.conformance.checks import FactBook, Intent, judge_partition
 from alloy_agent.model import Fact, Partition, Snapshot, Verdict
+from tests.backends.nvidia.test_backend import fact_of, hosted, process
+from tests.backends.nvidia.test_shares import share, with_v2_tree
 from tests.fakes.mps import MpsDaemon, endless, never
 from tests.fakes.nvml.host import NvidiaHost
-from tests.test_backend_nvidia import fact_of, hosted, process
-from tests.test_backend_nvidia_shares import share, with_v2_tree
 
 CONTROL, SERVER, CLIENT = 9, 10, 21
 PATIENT_S = 60.0

@@ -16,10 +16,10 @@ from alloy_agent.backends.amd.masks import parse
 from alloy_agent.errors import AlloyError, BackendError
 from alloy_agent.model import ModeKind, Scheme, Scope, SetMode, Share
 from alloy_agent.silicon.state import Fault
+from tests.backends.amd.test_backend import pairs
 from tests.fakes.amd_tree import Tree, tree_of
 from tests.fakes.direct import Rooms
 from tests.fakes.dmem import DmemTree
-from tests.test_backend_amd import pairs
 
 CPX = "version: v1\nlayouts:\n  cpx:\n    - match: {vendor: amd}\n      compute: CPX\n"
 BOTH = CPX + "      memory: NPS4\n"
