@@ -7,8 +7,9 @@
 `requirements.txt` with the hash of each file; pip and pipx, in `tools.txt`; and `sbom.cdx.json`
 (CycloneDX 1.6) of what the agent needs. The Dockerfile builds from that folder with no network.
 `pack` puts it into one archive together with unit file, manifests, chart, this version's
-documentation and, if given, an image archive. Both are reproducible: the same checkout and
-SOURCE_DATE_EPOCH give the same bytes.
+documentation and, if given, an image archive. The wheel brings the launch gate, built by this
+host's C compiler: collect on a system whose C library is no newer than the nodes'. Both are
+reproducible: the same checkout, compiler and SOURCE_DATE_EPOCH give the same bytes.
 
 Needs pip with a network (or `--find-links` in PIP_FIND_LINKS) and `pip install cyclonedx-bom`.
 """
@@ -97,6 +98,7 @@ def make_wheels(folder: Path, python: str, machine: str) -> None:
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
         for name in FILES:
             shutil.copy(ROOT / name, source / name)
+        _gate(source, machine)
         _run(*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
     (wheel,) = folder.glob("alloy_agent-*.whl")
     platforms = [w for level in LEVELS for w in ("--platform", f"{level}_{machine}")]
@@ -110,6 +112,17 @@ def make_wheels(folder: Path, python: str, machine: str) -> None:
     _run(*fetch, *TOOLS)
     (folder / "tools.txt").write_text(_pinned(set(folder.glob("*.whl")) - needed))
     _sbom(folder / "requirements.txt", folder / "sbom.cdx.json")
+
+
+def _gate(source: Path, machine: str) -> None:
+    """Build the launch gate into the package, so that its nodes need no compiler."""
+    lacks = "" if shutil.which("cc") or shutil.which("gcc") else "no C compiler here"
+    if machine != os.uname().machine:
+        lacks = f"this machine is {os.uname().machine}"
+    if lacks:
+        print(f"bundle: {lacks}: nodes build the launch gate themselves", file=sys.stderr)  # noqa: T201
+        return
+    _run("env", "-C", str(source), sys.executable, "-m", "alloy_agent.conformance.gate.build")
 
 
 def _pinned(wheels: set[Path]) -> str:

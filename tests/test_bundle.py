@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,10 @@ def test_the_bundle_installs_with_no_network(tmp_path: Path) -> None:
     wheels, archive = tmp_path / "wheels", tmp_path / "bundle.tar.gz"
     done = bundle("wheels", str(wheels), "--python", PYTHON)
     assert done.returncode == 0, done.stderr
+    (wheel,) = wheels.glob("alloy_agent-*.whl")
+    with zipfile.ZipFile(wheel) as content:
+        gates = [name for name in content.namelist() if "/built/" in name]
+    assert {Path(name).name for name in gates} == {"liballoygate.so", "liballoyemu.so"}
     document = json.loads((wheels / "sbom.cdx.json").read_text())
     assert document["bomFormat"] == "CycloneDX"
     pinned = [line.split("==")[0] for line in (wheels / "requirements.txt").read_text().split("\n")]
