@@ -2,7 +2,8 @@
 
 Rules that stay true in here:
 
-* A line is written when it is otherwise than the one that stands there, and not else.
+* A line is written when it is otherwise than the one that stands there, and not else; after
+  a change of size all are, for a while: a terminal moves its lines before or after it tells.
 * Documents come on a thread of their own, newest wins: a daemon that is slow to answer never makes
   a key wait.
 * Nothing wakes up but for a key, a document, or a terminal that was resized.
@@ -15,6 +16,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 Watch = Callable[[float], Iterator["TopDocument"]]
 RESIZE_S: Final = 0.5  # so late a terminal's new size may be noticed
+SETTLES_S: Final = 1.5  # so long a resized terminal may still move what is on it
 STYLES: Final = (("good", "GREEN"), ("bad", "RED"), ("warn", "YELLOW"))
 
 
@@ -123,6 +126,7 @@ class Screen:
         self._styles: dict[str, int] = {"bold": curses.A_BOLD}
         self._shown: list[topview.Line] = []
         self.drawn = (0, 0)  # the size of the last picture
+        self._settles_s = 0.0
         with contextlib.suppress(curses.error):  # some terminals always show their cursor
             curses.curs_set(0)
         if color and curses.has_colors():
@@ -139,9 +143,18 @@ class Screen:
         height, width = self._window.getmaxyx()
         return height, width
 
+    @property
+    def settling(self) -> bool:
+        """Whether the size has changed a moment ago."""
+        return time.monotonic() < self._settles_s
+
     def draw(self, lines: list[topview.Line]) -> None:
         """Show a picture; a terminal that is being made smaller loses what does not fit."""
         size = self.size
+        if size != self.drawn:
+            self._settles_s = time.monotonic() + SETTLES_S
+        if self.settling:
+            self._window.clearok(True)
         if size != self.drawn or len(lines) != len(self._shown):
             self._window.erase()
             self.drawn, self._shown = size, [()] * len(lines)
@@ -203,7 +216,8 @@ def show(window: Any, watch: Watch, view: topview.View, *, color: bool) -> int:
                 view = after
             if (view.interval_s, view.held) != (before.interval_s, before.held):
                 _pace(incoming, view)
-            if document is not None and (came or view != before or screen.size != screen.drawn):
+            moved = screen.settling or screen.size != screen.drawn
+            if document is not None and (came or moved or view != before):
                 height, width = screen.size
                 view = topview.clamped(document, view, history, height)
                 screen.draw(topview.frame(document, view, history, max(1, width - 1), height))

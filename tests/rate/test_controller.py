@@ -356,7 +356,7 @@ def test_no_pause_lowers_what_production_is_entitled_to(
 ) -> None:
     """Whatever the length of its pauses and the time between them, production stays fast.
 
-    The promise is 98 % at the median of seeds; a single minute of any seed gets half a point.
+    The promise is 98 % at the median of seeds; a single minute of any seed gets one point.
     """
     trace = msgspec.structs.replace(
         T5[0], pause_s=min(pause_s, 0.6 * every_s), pause_every_s=every_s, lasts_s=60.0
@@ -366,7 +366,7 @@ def test_no_pause_lowers_what_production_is_entitled_to(
     bursts = seen.latency_s.since(30.0)
     took_s = seen.latency_s.between(30.0)
     assert bursts > 0
-    assert took_s / bursts <= 1.025 * solo.latency_s.between(0.0) / solo.latency_s.since(0.0)
+    assert took_s / bursts <= 1.03 * solo.latency_s.between(0.0) / solo.latency_s.since(0.0)
     known_s = solo_of(control.state.baseline, control.state.signature)
     assert known_s is not None
     assert max(known_s.kernel_s) <= 0.0011  # three deviations above a millisecond

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -453,13 +454,15 @@ def test_a_thread_that_is_put_aside_sees_no_bypass(steps: list[tuple[int, int]])
 
 
 def test_a_gate_is_known_by_its_content(tmp_path: Path) -> None:
-    """This process has neither gate nor driver mapped, and its maps are read without a fault."""
+    """A process with neither gate nor driver mapped has none, and one that is gone is left out."""
     gate = tmp_path / "liballoygate.so"
     gate.write_bytes(b"gate")
-    found = Maps(gate).of((os.getpid(), 2**22 - 1))
-    assert set(found) == {os.getpid()}
-    assert (found[os.getpid()].gated, found[os.getpid()].foreign) == (False, False)
-    assert not found[os.getpid()].drivers
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as plain:
+        found = Maps(gate).of((plain.pid, 2**22 - 1))
+        plain.communicate(b"")
+    assert set(found) == {plain.pid}
+    assert (found[plain.pid].gated, found[plain.pid].foreign) == (False, False)
+    assert not found[plain.pid].drivers
 
 
 # --- report -----------------------------------------------------------------------------------

@@ -266,7 +266,9 @@ def _cores(facts: _Facts, look: Look, partition: Partition, inside: tuple[Occupa
             bound |= set(_legal(look, one.cores))
     units = physical(look.board, look.lnc, sorted(bound))
     if units is None:
-        problem = "the core order is not known: no table, or an UltraServer's election goes on"
+        problem = (
+            "the core order is not known: no table, or an UltraServer's node is not elected yet"
+        )
     outside = bound != set(range(place.start, place.stop))
     if problem and not outside:
         facts.absent(partition.id, "neuron.cores", problem)
