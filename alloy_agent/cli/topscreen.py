@@ -143,6 +143,17 @@ class Screen:
         height, width = self._window.getmaxyx()
         return height, width
 
+    def follow(self) -> None:
+        """Take over the terminal's size, also where nobody told that it has another."""
+        import curses
+
+        if "LINES" in os.environ or "COLUMNS" in os.environ:
+            return  # somebody has set it for good
+        with contextlib.suppress(OSError, curses.error):
+            width, height = os.get_terminal_size(sys.stdout.fileno())
+            if (height, width) != self.size and min(height, width) > 0:
+                curses.resizeterm(height, width)
+
     @property
     def settling(self) -> bool:
         """Whether the size has changed a moment ago."""
@@ -216,6 +227,7 @@ def show(window: Any, watch: Watch, view: topview.View, *, color: bool) -> int:
                 view = after
             if (view.interval_s, view.held) != (before.interval_s, before.held):
                 _pace(incoming, view)
+            screen.follow()
             moved = screen.settling or screen.size != screen.drawn
             if document is not None and (came or moved or view != before):
                 height, width = screen.size
