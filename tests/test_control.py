@@ -86,6 +86,9 @@ class Node:
     def access(self, partition: str, tenant: str, pid: int | None) -> bytes:
         return document("access", partition=partition, tenant=tenant, pid=pid)
 
+    def reset(self, device: str) -> bytes:
+        return document("reset", device=device)
+
     def release_access(self, partition: str, tenant: str) -> bytes:
         return document("access_released", partition=partition, tenant=tenant)
 

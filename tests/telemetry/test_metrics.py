@@ -205,7 +205,7 @@ def test_dcgms_names_have_its_units() -> None:
 
 def _known_names() -> set[str]:
     """Return every name that a page can have, from the sources that make them."""
-    made = "".join(Path(m.__file__).read_text() for m in (metrics, exposition, shareviews))
+    made = "".join(Path(str(m.__file__)).read_text() for m in (metrics, exposition, shareviews))
     names = set(re.findall(r'"(alloy_[a-z0-9_]+)"', made))
     names |= {f"alloy_agent_{n}" for n in re.findall(r'\("([a-z_]+)", "[A-Z][^"]+", "', made)}
     from alloy_agent.backends.fake import sampling
