@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 SIZES = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 DURATIONS_MS = {"MS": 1, "S": 1000, "": 1000, "M": 60_000, "H": 3_600_000, "D": 86_400_000}
@@ -18,6 +18,7 @@ VENDORS = ("nvidia", "amd", "neuron", "cpu")
 TIERS = ("hard", "enforced", "soft", "advisory")
 SHARES = ("exclusive", "production", "opportunistic")
 LOCALITIES = ("any", "one_node", "one_device", "one_hive")
+SHELLS = ("bash", "zsh", "tcsh")
 Row = Sequence[str]
 
 
@@ -31,15 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 141
     except Exception as exc:  # noqa: BLE001 - what is not expected is raised again
-        return _failed(exc)
+        return _failed(exc, getattr(arguments, "brain", ""))
 
 
-def _failed(exc: Exception) -> int:
-    """Print a failure as one line and return its exit code."""
+def _failed(exc: Exception, brain: str) -> int:
+    """Print a failure as one line and return its exit code; `brain` is who was asked."""
     from alloy_brain.client import PlacementError
     from alloy_brain.identity import IdentityError
     from alloy_brain.ledger import LedgerError
 
+    if isinstance(exc, PlacementError) and exc.unreachable:
+        _say(
+            f"no brain answers at {brain} ({exc.unreachable}): start one with "
+            "'alloy-brain serve', or name another with --brain"
+        )
+        return 2
     if isinstance(exc, PlacementError):
         possible = f" (possible: {'; '.join(exc.possible)})" if exc.possible else ""
         _say(f"{exc.code}: {exc.message}{possible}")
@@ -54,14 +61,28 @@ def _say(line: str) -> None:
     print(f"alloy-brain: {' '.join(line.split())}", file=sys.stderr)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the cause, then where to read on."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with 2."""
+        _say(f"{message}: see '{self.prog} --help'")
+        self.exit(2)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command."""
-    parser = argparse.ArgumentParser(
+    from alloy_agent import __version__
+
+    parser = Parser(
         prog="alloy-brain",
         description="Place work on partitions that agents prove, and write down why.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"alloy-brain {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Parser
+    )
     _add_serve(commands)
     _add_place(commands)
     release = _asking(commands, "release", "give a lease back", _release)
@@ -75,6 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     leases.add_argument("--tenant", default="")
     leases.add_argument("--node", default="")
     _add_drains(commands)
+    completion = commands.add_parser("completion", help="print a completion script")
+    completion.add_argument("shell", choices=SHELLS)
+    completion.set_defaults(run=_completion)
     return parser
 
 
@@ -183,13 +207,22 @@ def _serve(arguments: argparse.Namespace) -> int:
     return serve(arguments)
 
 
+def _completion(arguments: argparse.Namespace) -> int:
+    """Print a completion script."""
+    import shtab
+
+    print(shtab.complete(build_parser(), shell=arguments.shell))
+    return 0
+
+
 # --- asking ---------------------------------------------------------------------------------------
 
 
 def _client(arguments: argparse.Namespace) -> Any:
     from alloy_brain.client import BrainClient
-    from alloy_brain.identity import LOOPBACK, IdentityError
+    from alloy_brain.identity import LOOPBACK, IdentityError, require_address
 
+    require_address(arguments.brain, "--brain")
     files = (arguments.tls_ca, arguments.tls_certificate, arguments.tls_key)
     if all(files):
         return BrainClient(arguments.brain, files)

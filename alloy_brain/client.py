@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import grpc
 
 TIMEOUT_S = 30.0
+UNREACHED = ("failed to connect", "DNS resolution failed", "Socket closed", "connections to all")
 
 
 class PlacementError(Exception):
@@ -23,6 +25,14 @@ class PlacementError(Exception):
         self.code = code
         self.message = message
         self.refusal = refusal
+
+    @property
+    def unreachable(self) -> str:
+        """Return why nobody could be asked; empty where somebody was."""
+        if self.code != "UNAVAILABLE" or self.refusal or not self.message.startswith(UNREACHED):
+            return ""
+        cause = self.message.rpartition(": ")[2]
+        return re.sub(r" \([0-9]+\)$", "", cause).lower()
 
     @property
     def possible(self) -> tuple[str, ...]:

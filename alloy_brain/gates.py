@@ -21,6 +21,16 @@ def word(words: tuple[str, ...], number: int) -> str:
     return words[number] if 0 <= number < len(words) else f"number {number}"
 
 
+def size(count: int | None) -> str:
+    """Return bytes in the largest unit that leaves a whole number or one decimal: 256 MiB."""
+    left = float(count or 0)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if left < 1024:
+            return f"{left:.1f}".removesuffix(".0") + f" {unit}"
+        left /= 1024
+    return f"{left:.1f}".removesuffix(".0") + " TiB"
+
+
 def fits(demand: Demand, kind: Kind) -> str:  # noqa: PLR0911 - one reason each
     """Return why a kind is not what is wanted; empty when it is."""
     if demand.vendor and demand.vendor != kind.vendor:
@@ -32,7 +42,7 @@ def fits(demand: Demand, kind: Kind) -> str:  # noqa: PLR0911 - one reason each
     if (demand.share or 1) != (kind.share or 1):
         return f"share {word(SHARES, kind.share or 1)}, not {word(SHARES, demand.share or 1)}"
     if demand.memory_bytes and (kind.memory_bytes or 0) < demand.memory_bytes:
-        return f"memory {kind.memory_bytes or 0}, not {demand.memory_bytes} bytes"
+        return f"memory {size(kind.memory_bytes)}, not {size(demand.memory_bytes)}"
     if demand.compute_units and (kind.compute_units or 0) < demand.compute_units:
         return f"compute units {kind.compute_units or 0}, not {demand.compute_units}"
     return ""

@@ -20,6 +20,10 @@ LOOPBACK: Final = re.compile(
     r"(unix(-abstract)?:.*|(127(\.[0-9]{1,3}){3}|localhost|\[::1\]):[0-9]+)"
 )
 
+ELSEWHERE: Final = re.compile(r"(unix(-abstract)?|vsock|dns|ipv4|ipv6):.+")  # gRPC's own words
+HOST_PORT: Final = re.compile(r"(?:[^\s:/]+|\[[0-9A-Za-z:.%]+\]):([0-9]{1,5})")
+PORT_MAX: Final = 65535
+
 
 class IdentityError(Exception):
     """The brain cannot listen as it was told to; names what, why and the cure."""
@@ -45,12 +49,24 @@ class Identity(Value, frozen=True, kw_only=True):
         return self.certificate_file is not None
 
 
+def require_address(address: str, option: str) -> None:
+    """Refuse what is no address.
+
+    Raises:
+        IdentityError: With the cure.
+    """
+    named = HOST_PORT.fullmatch(address)
+    if not ELSEWHERE.fullmatch(address) and (named is None or int(named[1]) > PORT_MAX):
+        raise IdentityError(f"{option} {address}: no address: give HOST:PORT, like 127.0.0.1:7443")
+
+
 def check(address: str, identity: Identity) -> None:
     """Refuse what would listen in plain text where nobody said so.
 
     Raises:
         IdentityError: With the cure.
     """
+    require_address(address, "--listen")
     files = (identity.ca_file, identity.certificate_file, identity.key_file)
     if identity.insecure or (files == (None, None, None) and LOOPBACK.fullmatch(address)):
         return
