@@ -59,6 +59,11 @@ _LINKED_LIMIT: Final = TierLimit(
     reason="fenced by its node, but NeuronLink reaches the other devices of the group",
 )
 
+# As the Neuron backend hands them out by default: simulated tenants get what real ones would.
+UNSET: Final = ("NEURON_RT_NUM_CORES", "NEURON_RT_VIRTUAL_CORE_SIZE", "AWS_NEURON_VISIBLE_DEVICES")
+PORTS_FROM: Final = 61000
+PORTS_EACH: Final = 16
+
 
 class NeuronHalf:
     """Translates Neuron devices of the machine."""
@@ -203,10 +208,13 @@ class NeuronHalf:
         }
         if len(board.lnc) > 1:
             environment["NEURON_LOGICAL_NC_CONFIG"] = str(state.lnc)
+        if placement.size > 1:  # one core has nobody to meet
+            port = PORTS_FROM + number * PORTS_EACH + placement.start
+            environment["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{port}"
         return Access(
             device_nodes=(f"/dev/neuron{number}",),
             environment=environment,
-            unset=("NEURON_RT_NUM_CORES", "NEURON_RT_VIRTUAL_CORE_SIZE"),
+            unset=UNSET,
         )
 
     def faults(self, device: Device, partitions: tuple[Partition, ...]) -> list[DeviceFault]:

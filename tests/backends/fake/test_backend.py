@@ -302,6 +302,26 @@ def test_core_runs_bind_by_environment_and_are_soft() -> None:
     assert limits == {"cores": Tier.SOFT, "whole": Tier.ENFORCED, "shared": Tier.SOFT}
 
 
+def test_a_run_of_cores_is_told_where_to_meet_as_on_real_devices() -> None:
+    """Runs of several cores each have a port, one core has none, and the kin are unset alike."""
+    from alloy_agent.backends.neuron.access import UNSET, Run, access_of
+    from alloy_agent.backends.neuron.options import NeuronOptions
+
+    backend, _ = backend_of("trn2.48xlarge")
+    device = backend.discover()[3]
+    for start, size in ((0, 1), (1, 3)):
+        backend.apply(create(device, f"{size}c", start, size))
+    for piece in backend.observe(device).partitions:
+        place = piece.placement
+        run = Run(number=3, start=place.start, size=place.size, lnc=2, device_cores=4)
+        real = access_of(
+            [run], piece.id, has_lnc=True, ports_from=NeuronOptions.read({}).ports_from
+        )
+        assert piece.access.environment == real.environment
+        assert piece.access.unset == real.unset == UNSET
+        assert ("NEURON_RT_ROOT_COMM_ID" in piece.access.environment) == (place.size > 1)
+
+
 def test_an_unlinked_neuron_device_is_hard_as_a_whole() -> None:
     """Without NeuronLink a whole device is hard; physical cores follow the driver's order."""
     backend, device = backend_of("trn2.3xlarge")
