@@ -58,6 +58,7 @@ def choose(layout_file: LayoutFile, name: str | None, devices: tuple[Device, ...
         matched = [device for device in devices if _matches(entry, device)]
         if not matched and isinstance(entry.select, Match):
             raise _matches_nothing(entry, entry.select, devices)
+        _refuse_ambiguous_index(entry, matched)
         if entry.groups is not None:
             free = [device for device in matched if device.id not in taken]
             found = grouped(entry, entry.groups, free, devices)
@@ -152,6 +153,20 @@ def _passes(entry: Entry, chosen: Filter, device: Device) -> bool:
         return any(pci_id == wanted or pci_id.startswith(wanted) for wanted in chosen.pci_ids)
     # MIG off is true already of a device that cannot be cut.
     return entry.mig != "none" or device.scheme is Scheme.INSTANCES
+
+
+def _refuse_ambiguous_index(entry: Entry, matched: list[Device]) -> None:
+    """Refuse an index that several devices have: each vendor counts its own from 0."""
+    match = entry.select
+    if not isinstance(match, Match) or match.index is None or len(matched) < 2:
+        return
+    titles = [f"{_title(device)} of {device.vendor}" for device in matched]
+    more = f" and {len(titles) - 4} more" if len(titles) > 4 else ""
+    alike = match.vendor is not None or len({device.vendor for device in matched}) == 1
+    raise ConfigError(
+        f"{entry.at('match')}: index {match.index} is that of {', '.join(titles[:4])}{more}",
+        cure="name one by uuid or bus" if alike else "add the vendor, each counts its own",
+    )
 
 
 def _matches_nothing(entry: Entry, match: Match, devices: tuple[Device, ...]) -> ConfigError:

@@ -126,6 +126,21 @@ def test_a_device_is_found_by_each_of_its_names(match: str) -> None:
     assert list(shape(chosen(text, devices))) == ["GPU-1"]
 
 
+def test_an_index_that_several_devices_have_is_refused() -> None:
+    """Each vendor counts its own: without the vendor nobody's partitions go by a bare number."""
+    text = HEAD + "    - match: {index: 0}\n      cores: []\n"
+    told = refusal(text, (cpu(), gpu(index=0), gpu(index=1)))
+    assert told.startswith("layout.yaml:4: index 0 is that of ")
+    assert "GPU-0 (H100-SXM5-80GB) of nvidia" in told
+    assert told.endswith("add the vendor, each counts its own")
+    twice = text.replace("{index: 0}", "{vendor: nvidia, index: 0}").replace("cores: []", "mig: []")
+    other = replace(gpu(index=0), id=DeviceId("GPU-9"))
+    assert refusal(twice, (gpu(index=0), other)).endswith("name one by uuid or bus")
+    assert list(shape(chosen(text, (cpu(), gpu(index=1))))) == ["cpu-0"]
+    mig_parted = "version: v1\nmig-configs:\n  one:\n    - devices: [0]\n      mig-enabled: false\n"
+    assert list(shape(chosen(mig_parted, (cpu(), gpu(index=0), gpu(index=1))))) == ["GPU-0"]
+
+
 def test_a_model_is_matched_with_or_without_its_maker() -> None:
     """Drivers print the maker in front, people leave it out."""
     device = replace(gpu(), model="NVIDIA H100 80GB HBM3")
