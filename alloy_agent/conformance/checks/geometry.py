@@ -15,7 +15,17 @@ from alloy_agent.conformance.checks.base import (
     size,
 )
 from alloy_agent.conformance.checks.shapes import OwnerFact
-from alloy_agent.model import Condition, Device, Partition, PartitionSpec, Scheme, Verdict
+from alloy_agent.model import (
+    Condition,
+    Device,
+    DeviceLayout,
+    ModeKind,
+    Partition,
+    PartitionSpec,
+    Scheme,
+    Verdict,
+)
+from alloy_agent.planner.geometry import made_by_mode
 
 
 def _always(_partition: Partition, _device: Device) -> bool:
@@ -98,14 +108,26 @@ def _intended(case: Case) -> Outcome:
             expected=named([describe(s) for s in wanted]),
             reason=f"the device is {case.device.condition.value}: {case.device.condition_reason}",
         )
-    if case.device.scheme is Scheme.MODES and not wanted:
-        return passed("pieces as the mode makes them", observed)
+    if layout is not None and not wanted and _as_the_modes_make(case, layout):
+        cut = case.device.scheme is Scheme.MODES
+        meant = "pieces as the mode makes them" if cut else "the whole device, uncut"
+        return passed(meant, observed)
     present = tuple(p for p in case.snapshot.partitions if p.device == case.device.id)
     extra = {p.id for p in surplus(wanted, present)}
     expected = named([describe(s) for s in wanted])
     if case.partition.id in extra:
         return failed(expected, observed, "this piece is not in the layout")
     return passed(expected, observed)
+
+
+def _as_the_modes_make(case: Case, layout: DeviceLayout) -> bool:
+    """Whether the piece is there because of modes that the layout leaves as they are or asks for.
+
+    A device whose MIG mode is off is a piece by itself: that one is meant unless MIG is asked for.
+    How pieces of an AMD device follow its modes is what CPX-01 judges.
+    """
+    on = layout.modes.get(ModeKind.MIG, "off") != "off"
+    return made_by_mode(case.partition, case.device) and not on
 
 
 def _as_observed(partition: Partition) -> str:

@@ -197,7 +197,13 @@ def _modes(case: Case) -> Outcome:
     memory = wanted.get(ModeKind.MEMORY, shown.memory_mode)
     expected = f"{compute}/{memory}, {_pieces(shown.expected_partitions)}"
     observed = f"{shown.compute_mode}/{shown.memory_mode}, {_pieces(shown.partitions)}"
-    return compare(expected, observed, "modes or count differ from what was meant")
+    waiting = [
+        f"{mode.kind} {mode.pending} waits for a {mode.change.value.replace('_', ' ')}"
+        for mode in case.device.modes
+        if mode.pending not in {None, mode.current}
+    ]
+    differs = "modes or count differ from what was meant"
+    return compare(expected, observed, "; ".join([differs, *waiting]))
 
 
 def _process_isolation(case: Case) -> Outcome:

@@ -104,18 +104,25 @@ def tier_of(
         if not broken and proofs:
             return tier, (obstacle or f"{BEST}{limit.reason}") + _later(held)
         if not obstacle:
-            obstacle = f"not {tier.value}: {_why(broken)}"
+            obstacle = f"not {tier.value}: {_why(broken, held)}"
     return Tier.ADVISORY, obstacle or f"nothing is in force: {limit.reason}"
 
 
 def _later(held: Sequence[Judgement]) -> str:
     """Return what of a tier is judged only when a tenant enters; "" where nothing waits."""
-    waiting = sorted(j.check for j in held if j.reason == VACANT)
-    return f"; {', '.join(waiting)}: {VACANT}" if waiting else ""
+    waiting = _waiting(held)
+    return f"; {waiting}: {VACANT}" if waiting else ""
 
 
-def _why(broken: Sequence[Judgement]) -> str:
+def _waiting(held: Sequence[Judgement]) -> str:
+    return ", ".join(sorted(j.check for j in held if j.reason == VACANT))
+
+
+def _why(broken: Sequence[Judgement], held: Sequence[Judgement]) -> str:
     if not broken:
+        waiting = _waiting(held)
+        if waiting:  # shares: all that could prove something is about a tenant
+            return f"nothing is claimed yet; {waiting}: {VACANT}"
         return "no check gives proof of it"
     worst = sorted(broken, key=lambda j: (j.verdict is not Verdict.FAIL, j.check))
     first = worst[0]
