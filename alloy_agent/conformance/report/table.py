@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from alloy_agent.conformance.checks.tiers import BEST
 from alloy_agent.conformance.report.documents import all_judgements, time_of
-from alloy_agent.model import AuditResult, Judgement, PartitionReport, Verdict
+from alloy_agent.model import AuditResult, Judgement, PartitionReport, Tier, Verdict
 from alloy_agent.planner.names import short_names, shortened
 
 if TYPE_CHECKING:
@@ -168,6 +168,11 @@ def _passes(console: Console, result: AuditResult) -> None:
     line = Text("\nverdicts: ")
     words = [f"{counts[v]} {WORDS.get(v, v.value)}" for v in Verdict]
     line.append(", ".join(words))
+    # These alone keep an audit from passing, even where no verdict is a fail or unknown.
+    unproved = sum(report.tier is Tier.ADVISORY for report in result.partitions)
+    if unproved:
+        noun = "partition" if unproved == 1 else "partitions"
+        line.append(f"; {unproved} {noun} with nothing proved (advisory)")
     console.print(line)
 
 
