@@ -88,7 +88,7 @@ def consent(planned: PlanDocument, arguments: Namespace) -> None:
     more = f" and {len(hit) - 3} more" if len(hit) > 3 else ""
     if is_piped() or arguments.json:
         raise ConfigError(
-            f"layout {planned.layout}: interrupts {names}{more}, and nobody is there to agree",
+            f"layout {planned.layout}: interrupts {names}{more}, and no terminal is here to ask",
             cure="look at it with 'alloy-agent plan', then repeat with --yes",
         )
     plan.show(planned)

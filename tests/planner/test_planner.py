@@ -498,6 +498,20 @@ def test_pieces_that_a_mode_made_are_never_destroyed_by_a_step() -> None:
     assert difference(goal, snapshot((device,), [whole])) == ()
 
 
+def test_an_empty_piece_of_our_own_interrupts_nobody() -> None:
+    """Whoever destroys it disturbs no tenant; a tenant, or whoever made it, is disturbed."""
+    device = gpu()
+    (own,) = pieces(device, [("1g.10gb", 0)])
+    empty = replace(own, managed=True, tenant=None)
+    others = (replace(empty, managed=False), replace(empty, tenant=TenantId("acme")))
+    made = [plan(layout(wanted(device)), snapshot((device,), [p])) for p in (empty, *others)]
+    assert [steps(one) for one in made[:2]] == [["destroy 1g.10gb@0 on GPU-0"]] * 2
+    assert made[0].steps[0].interrupts == ()
+    assert made[0].cost.destroyed == 1
+    for one in made[1:]:
+        assert [i.subject for i in one.steps[0].interrupts] == [own.id]
+
+
 def test_a_piece_made_by_somebody_else_is_pointed_out() -> None:
     """What goes away and was not ours is said, before it goes."""
     device = gpu()
