@@ -4,16 +4,17 @@
     TaskProlog=  alloy-agent slurm task-prolog  (the user, each task)    prints the note for slurmd
     Epilog=      alloy-agent slurm epilog       (root, after the job)    releases
 
-The tenant is `slurm/JOB`. Which partitions: those on the devices that Slurm gave to the job
-(`SLURM_JOB_GPUS`, by index), one on each; else one free partition of `--profile`. Where neither is
-said, the hook does nothing. A prolog that fails makes Slurm drain the node and requeue the job, as
-it must when isolation cannot be had.
+The tenant is `slurm/JOB`. Which partitions: those on the GPUs that Slurm gave to the job
+(`SLURM_JOB_GPUS`, by index among GPUs: every vendor counts from 0, CPU nodes too), one on each;
+else one free partition of `--profile`. Where neither is said, the hook does nothing. A prolog that
+fails makes Slurm drain the node and requeue the job, as it must when isolation cannot be had.
 
 Source: Slurm 22.05, "Prolog and Epilog Guide": variables, user and standard output of each hook.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from argparse import Namespace
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from alloy_agent.daemon.documents import AccessDocument, DevicesDocument
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# whose devices `SLURM_JOB_GPUS` counts. Source: Slurm 22.05, gres.conf(5): AutoDetect=nvml, rsmi
+GPU_VENDORS = ("amd", "nvidia")
 
 
 def add(commands: Any) -> None:
@@ -66,19 +69,13 @@ def wanted(devices: DevicesDocument, gpus: str, profile: str | None) -> tuple[tu
         profile: Of one partition, where no devices are listed.
 
     Raises:
-        ConfigError: A listed device has no partition, or there is none of the profile.
+        ConfigError: A listed device is no GPU here, is one of two, or has no free partition; or
+            there is none of the profile.
     """
     free = [(d, p) for d, p in _pieces(devices) if p.get("tenant") is None]
     if gpus:
-        found = []
-        for word in gpus.split(","):
-            here = tuple(str(p["id"]) for d, p in free if str(d["index"]) == word.strip())
-            if not here:
-                raise ConfigError(
-                    f"slurm: device {word} has no free partition", cure="apply a layout for it"
-                )
-            found.append(here)
-        return tuple(found)
+        words = dict.fromkeys(word.strip() for word in gpus.split(","))
+        return tuple(_on_gpu(devices, free, word) for word in words)
     if profile is None:
         return ()
     fitting = tuple(str(p["id"]) for _, p in free if p["profile"] == profile)
@@ -88,6 +85,26 @@ def wanted(devices: DevicesDocument, gpus: str, profile: str | None) -> tuple[tu
             cure="apply a layout with more of them, or let Slurm count them as a resource (Gres)",
         )
     return (fitting,)
+
+
+def _on_gpu(
+    devices: DevicesDocument, free: Sequence[tuple[dict[str, Any], dict[str, Any]]], word: str
+) -> tuple[str, ...]:
+    """Return the free partitions of the GPU with an index, and of no other kind of device."""
+    every = cast("tuple[dict[str, Any], ...]", devices.devices)
+    gpus = [d for d in every if d["vendor"] in GPU_VENDORS and str(d["index"]) == word]
+    if len({d["vendor"] for d in gpus}) > 1:
+        raise ConfigError(
+            f"slurm: GPU {word} is {' or '.join(str(d['id']) for d in gpus)}",
+            cure="say --profile in the prolog: Slurm's numbers do not tell two vendors apart",
+        )
+    here = tuple(str(p["id"]) for d, p in free if any(d is gpu for gpu in gpus))
+    if not here:
+        raise ConfigError(
+            f"slurm: device {word} has no free partition" if gpus else f"slurm: no GPU {word} here",
+            cure="apply a layout for it" if gpus else "see alloy-agent devices and gres.conf",
+        )
+    return here
 
 
 def _pieces(devices: DevicesDocument) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -161,15 +178,22 @@ def run_epilog(arguments: Namespace) -> int:
 
 
 def note_of(arguments: Namespace, job: str) -> Path:
-    """Return where a job's variables are noted: beside the agent's socket."""
+    """Return where a job's variables are noted, for the user of the job to read.
+
+    The state directory is closed to users, so a note lies in the run directory; an agent with a
+    state of its own has a folder of its own there.
+    """
     from alloy_agent.cli.sources import settings_of
 
-    return Path(settings_of(arguments).socket_path).parent / "slurm" / job
+    settings = settings_of(arguments)
+    state, default = (os.path.abspath(one.state_dir) for one in (settings, type(settings)()))  # noqa: PTH100 - links are not followed: a user might not be able to
+    own = "" if state == default else f"-{hashlib.sha256(os.fsencode(state)).hexdigest()[:12]}"
+    return Path(settings.socket_path).parent / f"slurm{own}" / job
 
 
 def _write(note: Path, bound: Sequence[AccessDocument]) -> None:
     """Write the variables of all pieces, for everyone to read: there are no secrets in it."""
-    note.parent.mkdir(mode=0o755, exist_ok=True)
+    note.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     note.parent.chmod(0o755)
     part = note.with_suffix(".new")
     part.write_text("".join(f"{line}\n" for line in lines_of(bound)), encoding="utf-8")

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from alloy_agent.cli import slurm
-from alloy_agent.daemon.documents import AccessDocument
+from alloy_agent.daemon.documents import AccessDocument, DevicesDocument
 from alloy_agent.errors import ConfigError
 from alloy_agent.model import Access, PartitionId, TenantId
 from tests.daemon import slurmlab
@@ -85,7 +86,7 @@ def test_a_job_has_its_partition_until_it_ends(node: Node) -> None:
     told = node.run("slurm", "task-prolog", **job).stdout.splitlines()
     assert any(line.startswith("export NVIDIA_VISIBLE_DEVICES=MIG-") for line in told)
     assert any(line.startswith("export ALLOY_PARTITIONS=") for line in told)
-    note = node.root / "run/slurm/71"
+    (note,) = (node.root / "run").glob("slurm*/71")
     assert stat.S_IMODE(note.stat().st_mode) == 0o644
     document = json.loads(node.run("devices", "--json").stdout)
     users = [o for d in document["devices"] for p in d["partitions"] for o in p["occupants"]]
@@ -112,12 +113,77 @@ def test_jobs_never_share_a_partition(node: Node) -> None:
 def test_devices_that_slurm_gave_decide(node: Node) -> None:
     """One partition on each listed device, all or none."""
     done = node.run("slurm", "prolog", ok=False, SLURM_JOB_ID="5", SLURM_JOB_GPUS="0,1")
-    assert (done.returncode, "device 1 has no free partition" in done.stderr) == (2, True)
+    assert (done.returncode, "no GPU 1 here" in done.stderr) == (2, True)
     assert node.tenants() == ["", ""]
     node.run("slurm", "prolog", SLURM_JOB_ID="5", SLURM_JOB_GPUS="0")
     assert node.tenants() == ["", "slurm/5"]
     node.run("slurm", "prolog", SLURM_JOB_ID="6")
     assert node.tenants() == ["", "slurm/5"], "a job that asked for nothing has nothing"
+
+
+def devices_of(*devices: tuple[str, int]) -> DevicesDocument:
+    """Return a node whose devices, by vendor and index, have one free partition each."""
+    return DevicesDocument(
+        node="n",
+        boot_id="b",
+        sequence=1,
+        age_s=0.0,
+        taken_wall_s=0.0,
+        devices=tuple(
+            {
+                "id": f"{vendor}-{index}",
+                "vendor": vendor,
+                "index": index,
+                "partitions": [{"id": f"{vendor}-{index}/a", "tenant": None, "profile": "a"}],
+            }
+            for vendor, index in devices
+        ),
+    )
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "amd"])
+def test_an_index_is_of_a_gpu(vendor: str) -> None:
+    """Every vendor counts from 0: CPU nodes and accelerators that are no GPUs are never meant."""
+    node = devices_of(("cpu", 0), ("cpu", 1), ("neuron", 0), (vendor, 0))
+    assert slurm.wanted(node, "0", None) == ((f"{vendor}-0/a",),)
+    with pytest.raises(ConfigError, match="no GPU 1 here"):
+        slurm.wanted(node, "0,1", None)
+
+
+def test_a_device_listed_twice_is_one() -> None:
+    """A number that comes again asks for nothing more."""
+    node = devices_of(("cpu", 0), ("nvidia", 0), ("nvidia", 1))
+    assert slurm.wanted(node, "0,0, 0,1", None) == (("nvidia-0/a",), ("nvidia-1/a",))
+
+
+def test_an_index_of_two_vendors_is_refused() -> None:
+    """Which one is meant cannot be known, so neither is bound, with both named and a cure."""
+    node = devices_of(("nvidia", 0), ("amd", 0), ("amd", 1))
+    with pytest.raises(ConfigError, match=r"GPU 0 is nvidia-0 or amd-0: .*--profile"):
+        slurm.wanted(node, "0", None)
+    assert slurm.wanted(node, "1", None) == (("amd-1/a",),)
+
+
+def test_agents_with_states_of_their_own_have_notes_of_their_own(tmp_path: Path) -> None:
+    """The same job has another note for each state directory, outside of what users cannot enter.
+
+    The same directory said otherwise is the same agent.
+    """
+    config = tmp_path / "agent.yaml"
+    config.write_text(json.dumps({"socket_path": str(tmp_path / "run/agent.sock")}))
+
+    def note(state: str | None) -> Path:
+        given = {"state_dir": state, "fake": (), "log_level": None, "log_format": None}
+        return slurm.note_of(Namespace(config=str(config), **given), "7")
+
+    plain, one, two = note(None), note(str(tmp_path / "one")), note(str(tmp_path / "two"))
+    assert plain == tmp_path / "run/slurm/7"
+    assert len({plain, one, two}) == 3
+    assert {path.name for path in (one, two)} == {"7"}
+    assert not any(
+        path.is_relative_to(tmp_path / name) for path in (one, two) for name in ("one", "two")
+    )
+    assert note(f"{tmp_path}/two/../one/") == one
 
 
 @pytest.mark.parametrize("job", ["", "7x", "../7", "-1", "9" * 30])
