@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alloy_brain.facts import Policy
-from alloy_brain.identity import Identity, IdentityError
+from alloy_brain.identity import Identity, IdentityError, check
 from alloy_brain.ledger import POSTGRES
 from alloy_brain.server import BrainServer, BrainSettings, boot_id
 
@@ -69,6 +69,7 @@ def settings_of(arguments: argparse.Namespace) -> BrainSettings:
 def serve(arguments: argparse.Namespace) -> int:
     """Serve until told to stop; return the exit code."""
     settings = settings_of(arguments)
+    check(settings.address, settings.identity)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler], force=True)

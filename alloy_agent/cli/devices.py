@@ -44,7 +44,7 @@ def run(arguments: Namespace) -> int:
 def environment_file(document: DevicesDocument, name: str) -> str:
     """Return a partition's variables, for `EnvironmentFile=` of systemd or `--env-file`.
 
-    Names that a tenant must not have are set to nothing.
+    Names that a tenant must not have stand in a comment: set to nothing they would still be read.
 
     Raises:
         ConfigError: The name means no partition, or several.
@@ -54,7 +54,9 @@ def environment_file(document: DevicesDocument, name: str) -> str:
 
     entry = find_partition(name, [p for v in device_views(document) for p in v.partitions])
     lines = [f"{key}={value}" for key, value in sorted(entry.environment.items())]
-    lines += [f"{key}=" for key in entry.unset if key not in entry.environment]
+    unset = [key for key in entry.unset if key not in entry.environment]
+    if unset:
+        lines.append(f"# unset: {' '.join(unset)}")
     return "\n".join(lines)
 
 
@@ -130,14 +132,16 @@ def _tiers(device: Device) -> str:
 
 def _show_partitions(views: tuple[DeviceView, ...]) -> None:
     from alloy_agent.daemon.documents import span
+    from alloy_agent.planner.names import short_names, shortened
 
+    names = short_names(view.device.id for view in views)
     partitions = [p for v in views for p in v.partitions]
     output.write("")
     if not partitions:
         output.write("no partitions")
         return
     columns = (
-        Column("PARTITION", flexible=True),
+        Column("PARTITION"),
         Column("GEN", right=True),
         Column("AT", right=True),
         Column("MEMORY", right=True),
@@ -147,8 +151,8 @@ def _show_partitions(views: tuple[DeviceView, ...]) -> None:
     )
     rows = [
         (
-            p.id,
-            str(p.generation),
+            str(p.id),
+            str(p.generation or "-"),
             span(p.start, p.size),
             _size(p.memory_bytes),
             p.tier or "-",
@@ -157,6 +161,8 @@ def _show_partitions(views: tuple[DeviceView, ...]) -> None:
         )
         for p in partitions
     ]
+    if not output.fits(columns, rows):
+        rows = [(shortened(row[0], names), *row[1:]) for row in rows]
     output.table(columns, rows)
 
 

@@ -176,6 +176,13 @@ def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) ->
     return widths
 
 
+def fits(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether a table needs no cell broken but flexible ones, in `width()`."""
+    widths = fit(columns, rows, width())
+    whole = zip(columns, widths, _natural(columns, rows), strict=True)
+    return all(given >= wanted for column, given, wanted in whole if not column.flexible)
+
+
 def _wrapped(cell: str, width: int) -> list[str]:
     return textwrap.wrap(cell, width, break_long_words=True, break_on_hyphens=False) or [""]
 

@@ -54,6 +54,25 @@ def write_file(path: str, body: str | bytes) -> None:
         raise ConfigError(f"{path}: {reason}", cure="name a path that can be written") from exc
 
 
+def require_writable(path: str) -> None:
+    """Refuse a report's path that cannot be written, before the work for it begins.
+
+    Raises:
+        ConfigError: The folder is not there, or is closed to this user.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():  # /dev/stdout, a pipe; a folder is none
+        folder = None if target.is_dir() else target
+        reason = "is a directory"
+    else:
+        folder = target.parent
+        reason = "no such file or directory" if not folder.is_dir() else ""
+    if folder is None or not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"{path}: {reason or 'permission denied'}", cure="name a path that can be written"
+        )
+
+
 def require_root(action: str) -> None:
     """Refuse an action that only root can do.
 

@@ -108,7 +108,7 @@ def _asking(fetch: Callable[[], TopDocument], period_s: float) -> Iterator[TopDo
 
 def _print_once(document: TopDocument, view: topview.View) -> int:
     width = shutil.get_terminal_size((100, 24)).columns
-    for line in _picture(document, view, topview.History(), width):
+    for line in _picture(document, view._replace(bars=1), topview.History(), width):
         output.write(line)
     return 0
 

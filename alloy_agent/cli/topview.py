@@ -20,6 +20,7 @@ HISTORY: Final = 60
 COLUMN_S: Final = 1.0  # of a sparkline, however often is drawn
 WIDE: Final = 100
 HEAD_LINES: Final = 2
+GATE_ROOM: Final = 12  # what the bars of a sparkline leave for a gate: its word and a beginning
 DRAINS_SHOWN: Final = 2
 VIEWS: Final = ("partitions", "devices", "tenants", "shares", "findings")
 SORTS: Final = ("device", "active", "memory", "headroom", "tenant", "gate")
@@ -32,10 +33,10 @@ HELP: Final = (
     "  + and -   refresh more or less often",
     "  space     hold the picture          arrows    scroll",
     "",
-    "GATE is the worst gate of a row: open, closed or unknown, then which one and why.",
-    "ACTIVE and MEMORY are measured now, HEAD is what P95 of a minute leaves of the",
-    "scarcest resource; a bar is a second. RATE is how a shared device is controlled.",
-    "'-' stands where the source has no value; a value is never made up.",
+    "GATE is the worst gate of a row: open, closed or unknown, then which and why.",
+    "ACTIVE and MEMORY are measured now, HEAD is what P95 of a minute leaves of",
+    "the scarcest resource; a bar is a second. RATE is how a shared device is",
+    "controlled. '-' stands where the source has no value; none is ever made up.",
 )
 
 
@@ -62,6 +63,7 @@ class View(NamedTuple):
     top: int = 0
     interval_s: float = 1.0
     plain: bool = False  # no character outside of ASCII
+    bars: int = HISTORY  # at most, of a sparkline
 
 
 class History:
@@ -258,9 +260,10 @@ def _partitions(document: TopDocument, view: View, history: History, width: int)
     rates = rates_of(document)
     rows = ordered(document, view)
     wide = width >= WIDE
-    spark, tenant_w = (20, 16) if wide else (10, 10)
+    bars, tenant_w, fixed = (20, 16, 66) if wide else (10, 10, 47)
     names = {p.id: f"#{place.get(p.device, '?')} {p.id.rpartition('/')[2]}" for p in rows}
     name_w = min(24, max([9, *map(len, names.values())]))
+    spark = max(1, min(bars, view.bars, width - fixed - name_w - GATE_ROOM))
     rate_title = f"{'RATE':<12} " if wide else ""
     title = (
         f"{'PARTITION':<{name_w}} {'TENANT':<{tenant_w}} {'TIER':<8} {'ACTIVE':>6} "

@@ -54,8 +54,9 @@ class PartitionEntry(Value, frozen=True, kw_only=True):
     """One partition as `devices --json` lists it.
 
     `tier` is what evidence proves now, None where nothing was audited; `share` is how the piece is
-    held; `made_by` is "alloy", "others", or "mode" where the device's own mode makes it; `group`
-    are the devices that one tenant was meant to get together.
+    held; `made_by` is "alloy", "others", "mode" where the device's own mode makes it, or "unknown"
+    where the books are closed to this user, and `generation` is 0; `group` are the devices that
+    one tenant was meant to get together.
     """
 
     id: PartitionId
@@ -136,6 +137,8 @@ def partition_entry(
 def _maker(partition: Partition, device: Device) -> str:
     if made_by_mode(partition, device):
         return "mode"
+    if not partition.generation:
+        return "unknown"
     return "alloy" if partition.managed else "others"
 
 

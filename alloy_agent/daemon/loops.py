@@ -346,7 +346,9 @@ class Daemon:
         from alloy_agent.config import unknown_variables
 
         fields = {"version": __version__, "pid": os.getpid(), "node": self.settings.node_name}
-        LOG.info("starting", extra={**fields, "settings": msgspec.to_builtins(self.settings)})
+        settings = msgspec.to_builtins(self.settings)
+        settings["socket_path"] = str(socket_of(self.settings))  # in force, not as it was set
+        LOG.info("starting", extra={**fields, "settings": settings})
         if len(self._starts) > 1 and not self._starts[-2].asked:
             LOG.warning("ended_before", extra={"reason": self._starts[-2].ended})
         for variable, close in unknown_variables(os.environ):

@@ -77,6 +77,15 @@ NOWHERE = "/nonexistent/alloy"  # read-only, a state directory that is not there
 
 
 class Node:
+class _Unknown:
+    """The generations for whom the books are closed: none is known, and 0 says so."""
+
+    def generation_of(self, partition: PartitionId, incarnation: str, /) -> int:
+        """Return 0."""
+        del partition, incarnation
+        return 0
+
+
     """One node. Methods may be called from any thread.
 
     Args:
@@ -107,6 +116,7 @@ class Node:
         self._sample = sample
         self._lenient = lenient
         self._salvage = salvage
+        self._books_closed = False  # to this user: generations, makers and tenants are not known
         self._evidence: EvidenceLog | None = None
         self._changing = threading.RLock()
         worker_settings = WorkerSettings(
@@ -156,7 +166,7 @@ class Node:
             self.tenancy = Tenancy(self.store)
             self.observer = Observer(
                 self.workers,
-                self.store,
+                _Unknown() if self._books_closed else self.store,
                 managed=self.tenancy.managed,
                 tenant_of=self.tenancy.tenant_of,
                 occupants_of=self.tenancy.occupants_of,
@@ -213,7 +223,8 @@ class Node:
             if self._write:
                 raise
             reason = str(exc) if _readable(path) else f"{path} is not readable for this user"
-            self.notes.append(f"generations and tenants are not known: {reason}")
+            self._books_closed = True
+            self.notes.append(f"generations, makers and tenants are not known: {reason}")
             return Store.open(NOWHERE, read_only=True)
 
     def degrade(self, reason: str, *, full: bool = False) -> None:

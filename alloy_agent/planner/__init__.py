@@ -211,7 +211,9 @@ class _Work:
     def _destroy(self, step: Destroy) -> None:
         piece = step.partition
         self.destroyed.add(piece.id)
-        if not piece.managed:
+        if not piece.generation:
+            self.notes.append(f"whether this agent made {piece.id} is not known")
+        elif not piece.managed:
             self.notes.append(f"{piece.id} was not made by this agent")
         # An empty piece of our own interrupts nobody. A process in it that nobody announced is safe
         # too: backends refuse to destroy a piece in use. Of foreign pieces we know no tenants.

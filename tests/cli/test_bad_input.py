@@ -196,6 +196,22 @@ def test_not_root_is_told_the_cure(
         assert "sudo" in done.err
 
 
+@pytest.mark.parametrize("where", ["missing/x.html", "."])
+def test_a_demo_whose_report_cannot_be_written_does_not_begin(
+    alloy: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The path of the report is judged before anything is started."""
+
+    def begun(*_words: object) -> None:
+        raise AssertionError("the demo began")
+
+    monkeypatch.setattr("alloy_agent.cli.demo.stage.Stage", begun)
+    done = alloy("demo", "--html", str(tmp_path / where))
+    assert done.code == 2
+    one_line(done)
+    assert "name a path that can be written" in done.err
+
+
 def test_debug_shows_the_traceback(alloy: Run, tmp_path: Path) -> None:
     """With `--debug`, and only then, the failure itself comes out."""
     from alloy_agent.errors import ConfigError

@@ -206,6 +206,9 @@ def test_a_head_from_outside_must_be_in_the_chain(alloy: Run, tmp_path: Path) ->
         if line.startswith("head ")
     )
     assert alloy("evidence", "verify", state, "--head", head).code == 0
+    told = [line.split()[1] for line in alloy("audit").out.splitlines() if line.startswith("head ")]
+    assert len(told) == 1
+    assert alloy("evidence", "verify", state, "--head", told[0]).code == 0
     assert alloy("evidence", "verify", state, "--head", f"1:{'0' * 64}").code == 1
     assert alloy("evidence", "verify", state, "--head", "nonsense").code == 2
 
@@ -239,6 +242,47 @@ def test_devices_are_shown_whatever_the_state_is(
     assert alloy("plan", str(layout), "--layout", "halves", "--exit-code").code == 0
     assert alloy("audit").code == 3
     assert alloy("apply", str(layout), "--layout", "whole", "--yes").code == 2
+
+
+def test_whose_a_partition_is_stays_unknown_where_the_books_are_closed(
+    alloy: Run, layout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a user who may not read the state nothing is said of generation and maker, but that."""
+    from alloy_agent.errors import StoreError
+    from alloy_agent.store import Store
+
+    assert alloy("apply", str(layout), "--layout", "halves", "--yes").code == 0
+    opened = Store.open
+
+    def closed(path: Path | str, **how: bool) -> Store:
+        if Path(path).name == "state":
+            raise StoreError(f"{path}: permission denied", cure="run as root")
+        return opened(path, **how)
+
+    monkeypatch.setattr(Store, "open", closed)
+    shown = alloy("devices")
+    (row,) = [line for line in shown.out.splitlines() if "3g.40gb@4" in line]
+    assert row.split()[1] == "-"
+    assert row.split()[-1] == "unknown"
+    assert "makers and tenants are not known" in shown.err
+    planned = alloy("plan", str(layout), "--layout", "whole")
+    assert "3g.40gb@4 is not known" in " ".join(planned.out.split())
+    assert "was not made by this agent" not in planned.out
+
+
+def test_a_partition_id_is_never_broken(
+    alloy: Run, layout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal of 80 columns each partition has a name on one line that commands take."""
+    assert alloy("apply", str(layout), "--layout", "halves", "--yes").code == 0
+    monkeypatch.setattr("alloy_agent.cli.output.width", lambda: 80)
+    lines = alloy("devices").out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("PARTITION"))
+    names = [line.split()[0] for line in lines[first + 1 : first + 3]]
+    for name, place in zip(names, ("3g.40gb@0", "3g.40gb@4"), strict=True):
+        assert name.endswith(f"/{place}")
+        assert alloy("devices", "--environment", name).code == 0
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_layout_without_its_devices_says_that_a_worker_is_down(

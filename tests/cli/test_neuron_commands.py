@@ -53,13 +53,19 @@ def test_a_group_is_entered_by_any_member_with_a_plus(site: Site) -> None:
 
 
 def test_a_partition_has_an_environment_file(site: Site) -> None:
-    """`devices --environment` prints what exec would set, and empties what it would remove."""
+    """`devices --environment` prints what exec would set, and names what it would remove.
+
+    Nothing is set to nothing: a runtime would read that as a value, and a wrong one.
+    """
     piece = next(p for p in site.partitions() if not p["group"])
     printed = site.run("devices", "--environment", piece["id"])
     assert (printed.returncode, printed.stderr) == (0, "")
     lines = printed.stdout.splitlines()
     assert f"NEURON_RT_VISIBLE_CORES={piece['environment']['NEURON_RT_VISIBLE_CORES']}" in lines
-    assert "NEURON_RT_NUM_CORES=" in lines
+    (unset,) = [line for line in lines if line.startswith("# unset: ")]
+    assert "NEURON_RT_NUM_CORES" in unset.split()
+    assert not [line for line in lines if line.endswith("=")]
+    assert [line for line in lines if not line.startswith("#") and "=" not in line] == []
     refused = site.run("devices", "--environment", "neuron99/4c@0")
     assert refused.returncode != 0
     assert "partition neuron99/4c@0: there is none of this id" in refused.stderr

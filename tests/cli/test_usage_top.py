@@ -171,6 +171,21 @@ def test_everything_is_told_in_words() -> None:
     assert "q quit" in lines[-1]
 
 
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("name", ["1g@0", "opportunistic-0@0", "a-profile-with-a-long-name@0"])
+def test_the_gate_is_always_readable(width: int, name: str) -> None:
+    """The bars give way before the gate does: its title and its word are there in full."""
+    piece = msgspec.structs.replace(document().partitions[0], id=f"GPU-0/{name}", gate="unknown")
+    lines = draw(document(partitions=(piece,)), topview.View(), width)
+    assert lines[2].endswith(" GATE")
+    assert " unknown" in lines[3]
+
+
+def test_the_help_fits_a_terminal_of_80_columns() -> None:
+    """No line of it is cut."""
+    assert max(map(len, topview.HELP)) <= 80
+
+
 def test_a_name_cannot_command_the_terminal() -> None:
     """Escape sequences in a tenant's name are shown as question marks."""
     piece = msgspec.structs.replace(document().partitions[0], tenant="\x1b[2Jx")

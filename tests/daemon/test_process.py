@@ -212,4 +212,6 @@ def test_stopping_before_ready_is_clean(site: Site) -> None:
     """SIGTERM during the start ends with 0 and leaves no process."""
     running = DaemonProcess(site)
     running.wait_event("starting")
+    (told,) = running.events("starting")
+    assert told["settings"]["socket_path"] == str(site.state / "agent.sock")  # the one in force
     assert running.stop() == 0

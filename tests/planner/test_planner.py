@@ -515,9 +515,12 @@ def test_an_empty_piece_of_our_own_interrupts_nobody() -> None:
 def test_a_piece_made_by_somebody_else_is_pointed_out() -> None:
     """What goes away and was not ours is said, before it goes."""
     device = gpu()
-    foreign = replace(pieces(device, [("1g.10gb", 0)])[0], managed=False)
+    foreign = replace(pieces(device, [("1g.10gb", 0)])[0], managed=False, generation=1)
     made = plan(layout(wanted(device)), snapshot((device,), [foreign]))
     assert made.notes == ("GPU-0/1g.10gb@0 was not made by this agent",)
+    unknown = replace(foreign, generation=0)
+    made = plan(layout(wanted(device)), snapshot((device,), [unknown]))
+    assert made.notes == ("whether this agent made GPU-0/1g.10gb@0 is not known",)
 
 
 # --- long rows -----------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+DEFAULT = "alloy-demo.html"
+
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("demo", help="show everything on simulated nodes, with a report")
-    parser.add_argument("--html", metavar="PATH", default="alloy-demo.html", help="the report")
+    parser.add_argument("--html", metavar="PATH", default=DEFAULT, help=f"the report ({DEFAULT})")
     parser.add_argument("--keep", metavar="DIR", help="keep the nodes' state in this directory")
     parser.set_defaults(run=run)
 
@@ -24,9 +26,10 @@ def run(arguments: Namespace) -> int:
 
     from alloy_agent.cli import output
     from alloy_agent.cli.demo import page, stage, story
-    from alloy_agent.cli.sources import write_file
+    from alloy_agent.cli.sources import require_writable, write_file
 
     target = Path(arguments.html).absolute()
+    require_writable(str(target))
     with stage.Stage(arguments.keep) as made, story.teller() as tell:
         told = story.play(made, tell)
     write_file(str(target), page.to_html(told))

@@ -93,9 +93,9 @@ def _head(console: Console, result: AuditResult) -> None:
         _styled(result.verdict.value.upper(), result.verdict.value),
     )
     line.append(f"  {time_of(result.taken_wall_s)}  {result.mode}")
-    if result.evidence_sequence is not None:
-        line.append(f"  evidence {result.evidence_sequence}:{(result.evidence_hash or '')[:12]}")
     console.print(line)
+    if result.evidence_sequence is not None:  # in full: `evidence verify --head` takes no less
+        console.print(f"head {result.evidence_sequence}:{result.evidence_hash}", soft_wrap=True)
 
 
 def _partitions(
