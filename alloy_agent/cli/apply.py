@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("apply", help="make a layout so; verify it; roll back on failure")
-    parser.add_argument("file", metavar="FILE", help="layout file, mig-parted file or /dev/stdin")
+    plan.add_file(parser)
     parser.add_argument("--layout", metavar="NAME", help="which layout of the file")
     parser.add_argument("--yes", action="store_true", help="do not ask before interrupting anyone")
     parser.add_argument("--json", action="store_true", help="print the document")

@@ -70,12 +70,42 @@ COMMANDS = (
 )
 
 
+GLOBALS = (
+    "--version",
+    "--fake",
+    "--state-dir",
+    "--config",
+    "--log-level",
+    "--log-format",
+    "--debug",
+)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line: the cause, then where to read on."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Return what was given; words that nobody takes are refused with what was meant."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}{_meant(found, left)}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with 2."""
         self.exit(REFUSED, f"alloy-agent: {_one_line(message)}: see '{self.prog} --help'\n")
+
+
+def _meant(found: argparse.Namespace, left: Sequence[str]) -> str:
+    """Return a hint for arguments that stand in the wrong place, or nothing."""
+    names = (word.partition("=")[0] for word in left)
+    name = next((name for name in names if name in GLOBALS), "")
+    if name:
+        return f": {name} stands before the command: alloy-agent {name} ... {found.command} ..."
+    starts = found.command == "exec" or getattr(found, "action", "") == "run"
+    return ": write the command to start behind '--'" if starts else ""
 
 
 def add_globals(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from alloy_agent.cli import output
@@ -15,11 +15,21 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("plan", help="show the steps to a layout; change nothing")
-    parser.add_argument("file", metavar="FILE", help="layout file, mig-parted file or /dev/stdin")
+    add_file(parser)
     parser.add_argument("--layout", metavar="NAME", help="which layout of the file")
     parser.add_argument("--json", action="store_true", help="print the document")
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if there are steps")
     parser.set_defaults(run=run)
+
+
+def add_file(parser: ArgumentParser) -> None:
+    """Add the argument that names a layout; `-` is standard input, as other commands have it."""
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        type=lambda text: "/dev/stdin" if text == "-" else text,
+        help="layout file, mig-parted file, or - for standard input",
+    )
 
 
 def run(arguments: Namespace) -> int:

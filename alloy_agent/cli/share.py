@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alloy_agent.cli import output
-from alloy_agent.errors import ConfigError
+from alloy_agent.errors import AlloyError, BackendError, ConfigError
 
 if TYPE_CHECKING:
     from alloy_agent.conformance.keeper.messages import (
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ShareView,
         TenantView,
     )
+    from alloy_agent.conformance.keeper.names import DeviceName, TenantName
     from alloy_agent.daemon.remote import RemoteNode
 
 EMULATED = "emulated"
@@ -45,8 +46,8 @@ def _add_run(actions: Any) -> None:
     start = actions.add_parser(
         "run",
         help="start a command on a shared device",
-        usage="alloy-agent share run [-h] (--production | --opportunistic) [--name NAME]"
-        " [--weight W] [--budget PERCENT] DEVICE -- COMMAND [ARGUMENT ...]",
+        usage="alloy-agent share run [-h] (--production | --opportunistic) [--name NAME]\n"
+        "       [--weight W] [--budget PERCENT] DEVICE -- COMMAND [ARGUMENT ...]",
     )
     role = start.add_mutually_exclusive_group(required=True)
     role.add_argument("--production", action="store_true", help="it keeps its solo speed")
@@ -65,29 +66,55 @@ def _add_run(actions: Any) -> None:
 
 def run_status(arguments: Namespace) -> int:
     """Print every shared device."""
-    document = _statuses(arguments)
+    document, closed = _statuses(arguments)
+    if closed and not document.devices:
+        raise ConfigError(closed, cure="run it as root")
+    if closed:
+        output.note(closed)
     if arguments.json:
         import msgspec
 
         output.write_json(msgspec.to_builtins(document))
         return 0
-    if not document.devices:
-        output.write("no device is shared now")
-    for view in document.devices:
-        for line in lines_of(view):
-            output.write(line)
+    lines = [line for view in document.devices for line in lines_of(view)]
+    lines += _vacant(arguments, {view.device for view in document.devices})
+    for line in lines or ["no device is shared: apply a layout with `shared: {...}`"]:
+        output.write(line)
     return 0
 
 
-def _statuses(arguments: Namespace) -> ShareDocument:
+def _statuses(arguments: Namespace) -> tuple[ShareDocument, str]:
     """Return what the keepers tell; they are asked by their files, with a daemon or without."""
     from alloy_agent.cli.sources import settings_of
     from alloy_agent.conformance.keeper.messages import ShareDocument
     from alloy_agent.conformance.shares import SharesOnHost
     from alloy_agent.daemon.addresses import share_root
 
-    views = SharesOnHost(share_root(settings_of(arguments))).views()
-    return ShareDocument(devices=views)
+    views, closed = SharesOnHost(share_root(settings_of(arguments))).look()
+    return ShareDocument(devices=views), closed
+
+
+def _vacant(arguments: Namespace, kept: set[str]) -> list[str]:
+    """Return a line for each device that is cut into shares and that no keeper keeps."""
+    from collections import Counter
+
+    from alloy_agent.cli.sources import open_node
+    from alloy_agent.daemon.documents import device_views
+
+    shares: dict[str, Counter[str]] = {}
+    try:
+        with open_node(arguments) as node:
+            for view in device_views(node.devices()):
+                found = Counter(p.share for p in view.partitions if p.share != "exclusive")
+                if found and view.device.id not in kept:
+                    shares[view.device.id] = found
+    except AlloyError as exc:  # what the keepers tell stands for itself
+        output.note(f"devices without a tenant are not known: {exc}")
+    return [
+        f"{device}: no tenant yet; it has "
+        + ", ".join(f"{count} {role}" for role, count in sorted(found.items(), reverse=True))
+        for device, found in shares.items()
+    ]
 
 
 def lines_of(view: ShareView) -> list[str]:
@@ -158,9 +185,13 @@ def run_policy(arguments: Namespace) -> int:
 
         output.write_json(json.loads(body))
         return 0
-    budget = "the node's own budget" if arguments.budget is None else f"{arguments.budget:g} %"
+    from alloy_agent.conformance.rate import RateLimits
+
+    own = f"{100 * RateLimits().budget_ratio:g} %, the node's own budget"
+    budget = own if arguments.budget is None else f"{arguments.budget:g} %"
     held = "; no neighbour is let through" if arguments.hold else ""
     output.write(f"{arguments.device}: production may lose {budget}{held}")
+    output.write("a smaller budget of a tenant or a claim on it holds while that is there")
     return 0
 
 
@@ -171,6 +202,7 @@ def run_start(arguments: Namespace) -> int:
     """Join the device, through the agent where one runs, and turn into the command."""
     from alloy_agent.cli.execute import become, join, prove_fenced
     from alloy_agent.cli.sources import require_root
+    from alloy_agent.conformance.keeper.names import tenant_name
     from alloy_agent.model import Access
 
     argv = arguments.tail
@@ -178,6 +210,8 @@ def run_start(arguments: Namespace) -> int:
         raise ConfigError("share run: no command given", cure="write it behind '--'")
     require_root("share run")
     _check(arguments)
+    if arguments.name is not None:
+        tenant_name(arguments.name)
     daemon = _daemon(arguments)
     if daemon is None:
         joined = _join_alone(arguments)
@@ -233,6 +267,12 @@ def _role(arguments: Namespace) -> str:
     return "production" if arguments.production else "opportunistic"
 
 
+def _name(arguments: Namespace) -> str:
+    if arguments.name is None:
+        return f"{_role(arguments)}-{os.getpid()}"
+    return str(arguments.name)
+
+
 def _join_agent(arguments: Namespace, daemon: RemoteNode) -> JoinedDocument:
     from alloy_agent.proto import agent_pb2 as pb
 
@@ -240,7 +280,7 @@ def _join_agent(arguments: Namespace, daemon: RemoteNode) -> JoinedDocument:
     return daemon.join(
         pb.Join(
             subject=arguments.device,
-            tenant=arguments.name or f"{_role(arguments)}-{os.getpid()}",
+            tenant=_name(arguments),
             share=share,
             weight=arguments.weight,
             loss_budget_ratio=_ratio(arguments.budget) or 0.0,
@@ -252,41 +292,64 @@ def _join_agent(arguments: Namespace, daemon: RemoteNode) -> JoinedDocument:
 def _join_alone(arguments: Namespace) -> JoinedDocument:
     """Join under a keeper of the device's own, which this starts where there is none."""
     from alloy_agent.cli.sources import settings_of
+    from alloy_agent.conformance.gate.build import library
     from alloy_agent.conformance.keeper import client
     from alloy_agent.conformance.keeper.messages import Join, JoinedDocument
+    from alloy_agent.conformance.keeper.names import device_name, tenant_name
     from alloy_agent.daemon.addresses import share_root
 
     settings = settings_of(arguments)
-    root, device = share_root(settings), arguments.device
-    if device != EMULATED and arguments.fake:
-        raise ConfigError(
-            "share run: simulated devices are shared through an agent alone",
-            cure="start `alloy-agent --fake ... run` first",
-        )
-    client.folder_of(root, device)
-    name = arguments.name or f"{_role(arguments)}-{os.getpid()}"
+    root, device = share_root(settings), device_name(_device_alone(arguments))
+    client.folder_of(root, device)  # is it too deep for sockets?
+    name = tenant_name(_name(arguments))
+    libraries = Path(settings.state_dir) / "lib"
+    library(libraries)  # a host that cannot build it is told so before anything is made
     group, procs = _own_group(root, device, name) if arguments.opportunistic else ("", ())
-    environment = client.join(
-        device,
-        root,
-        Path(settings.state_dir) / "lib",
-        Join(
-            name=name,
-            role=_role(arguments),
-            pid=os.getpid(),
-            weight=arguments.weight,
-            cgroup=group,
-            budget_ratio=_ratio(arguments.budget),
-        ),
+    request = Join(
+        name=name,
+        role=_role(arguments),
+        pid=os.getpid(),
+        weight=arguments.weight,
+        cgroup=group,
+        budget_ratio=_ratio(arguments.budget),
     )
+    try:
+        environment = client.join(device, root, libraries, request)
+    except BackendError:  # nobody answers; a keeper that refuses tidies up by itself
+        _ungroup(group)
+        raise
     return JoinedDocument(
         device=device, partition="", tenant=name, environment=environment, cgroup_procs=procs
     )
 
 
-def _own_group(root: Path, device: str, name: str) -> tuple[str, tuple[str, ...]]:
+def _device_alone(arguments: Namespace) -> str:
+    """Return the device that is meant, without an agent; it is there and cut into shares.
+
+    Raises:
+        ConfigError: It is not, or it is a simulated one, which only an agent can have emulated.
+    """
+    if arguments.device == EMULATED:
+        return EMULATED
+    from alloy_agent.cli.sources import seldom_collected, settings_of
+    from alloy_agent.daemon.node import Node
+    from alloy_agent.daemon.sharing import piece_for
+    from alloy_agent.model import Share
+
+    with seldom_collected(), Node(settings_of(arguments)) as node:
+        snapshot = node.observe()
+    piece = piece_for(arguments.device, Share(_role(arguments)), snapshot)
+    if any(d.id == piece.device and d.simulated for d in snapshot.devices):
+        raise ConfigError(
+            "share run: simulated devices are shared through an agent alone",
+            cure="start `alloy-agent --fake ... run` first",
+        )
+    return str(piece.device)
+
+
+def _own_group(root: Path, device: DeviceName, name: TenantName) -> tuple[str, tuple[str, ...]]:
     """Make a v2 cgroup that can be frozen; return its path and `cgroup.procs`, or nothing."""
-    from alloy_agent.conformance.keeper.client import own_group
+    from alloy_agent.conformance.keeper.groups import own_group
     from alloy_agent.host.cgroups import detect
 
     tree = detect().unified
@@ -294,3 +357,12 @@ def _own_group(root: Path, device: str, name: str) -> tuple[str, tuple[str, ...]
     if not group[0]:
         output.note("no v2 cgroup for this tenant: it cannot be frozen if its gate fails")
     return group
+
+
+def _ungroup(path: str) -> None:
+    from alloy_agent.conformance.keeper.groups import clear
+    from alloy_agent.host.cgroups import detect
+
+    tree = detect().unified
+    if tree is not None:
+        clear(path, Path(tree.folder("")))

@@ -7,7 +7,8 @@ which is no fault while nobody is there, and unknown once a tenant is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +16,7 @@ import msgspec
 
 from alloy_agent.conformance.checks.sharing import UNKEPT, BypassFact, ShareFact
 from alloy_agent.host.clock import boottime_s
-from alloy_agent.model import Device, Fact, Partition, Share, ShareReport, Snapshot
+from alloy_agent.model import Device, Fact, Partition, Quality, Share, ShareReport, Snapshot
 
 if TYPE_CHECKING:
     from alloy_agent.conformance.keeper.messages import ShareView, TenantView
@@ -33,25 +34,35 @@ class SharesOnHost:
 
     def views(self) -> tuple[ShareView, ...]:
         """Return how every shared device stands; loads nothing where there is none."""
-        if not self._root.is_dir():
-            return ()
-        from alloy_agent.conformance.keeper.client import views
+        return self.look()[0]
 
-        return views(self._root)
+    def look(self) -> tuple[tuple[ShareView, ...], str]:
+        """Return how every shared device stands, and what this user is not permitted to read."""
+        with contextlib.suppress(PermissionError):  # below a folder that is closed to this user
+            if not self._root.is_dir():
+                return (), ""
+        from alloy_agent.conformance.keeper.client import look
+
+        return look(self._root)
 
     def facts(self, snapshot: Snapshot) -> tuple[Fact, ...]:
         """Return the facts of the devices that are cut into shares."""
         if all(piece.share is Share.EXCLUSIVE for piece in snapshot.partitions):
             return ()
-        return share_facts(snapshot, self.views())
+        return share_facts(snapshot, *self.look())
 
     def reports(self) -> tuple[ShareReport, ...]:
         """Return what an audit shows of each shared device."""
         return tuple(report_of(view) for view in self.views())
 
 
-def share_facts(snapshot: Snapshot, views: Iterable[ShareView]) -> tuple[Fact, ...]:
-    """Return the facts of every device of a snapshot that is cut into shares."""
+def share_facts(
+    snapshot: Snapshot, views: Iterable[ShareView], closed: str = ""
+) -> tuple[Fact, ...]:
+    """Return the facts of every device of a snapshot that is cut into shares.
+
+    Where something is `closed` to this user, of a device without a view nothing can be said.
+    """
     known = {view.device: view for view in views}
     facts: list[Fact] = []
     for device in snapshot.devices:
@@ -61,8 +72,17 @@ def share_facts(snapshot: Snapshot, views: Iterable[ShareView]) -> tuple[Fact, .
             if p.device == device.id and p.share is not Share.EXCLUSIVE
         ]
         if pieces:
-            facts += _of_device(device, pieces, known.get(str(device.id)))
+            view = known.get(str(device.id))
+            found = _of_device(device, pieces, view)
+            facts += found if view is not None or not closed else _unread(found, closed)
     return tuple(facts)
+
+
+def _unread(facts: Iterable[Fact], closed: str) -> Iterator[Fact]:
+    for fact in facts:
+        yield msgspec.structs.replace(
+            fact, quality=Quality.NOT_PERMITTED, value=None, reason=closed
+        )
 
 
 def _of_device(

@@ -7,6 +7,7 @@ to one of its shared partitions, so that `devices` shows it there and the audit 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from alloy_agent.conformance.keeper.client import own_group
+from alloy_agent.conformance.keeper import groups
+from alloy_agent.conformance.keeper.client import folder_of
 from alloy_agent.conformance.keeper.messages import (
     Join,
     JoinedDocument,
@@ -22,7 +24,8 @@ from alloy_agent.conformance.keeper.messages import (
     ShareDocument,
     ShareView,
 )
-from alloy_agent.errors import ConfigError
+from alloy_agent.conformance.keeper.names import TenantName, device_name, tenant_name
+from alloy_agent.errors import BackendError, ConfigError
 from alloy_agent.host.cgroups import detect
 from alloy_agent.model import (
     Access,
@@ -72,7 +75,8 @@ def join_reply(node: Node, shares: Shares, command: pb.BrainMessage) -> pb.Reply
     if role is None:
         raise ConfigError("join: a tenant is production or opportunistic", cure="say which")
     if not wish.tenant or not wish.pid:
-        raise ConfigError("join: a tenant has a name and a process")
+        raise ConfigError("join: a tenant has a name and a process", cure="give both")
+    tenant_name(wish.tenant)  # before it is part of any path
     document = _joined(node, shares, wish, role)
     return _document(command.id, document.schema, document)
 
@@ -98,20 +102,24 @@ def _joined(node: Node, shares: Shares, wish: pb.Join, role: Share) -> JoinedDoc
 def _enter(  # noqa: PLR0913, PLR0917 - what a tenant and its place are
     shares: Shares, wish: pb.Join, role: Share, device: str, partition: str, access: Access
 ) -> JoinedDocument:
-    group, procs = _group(shares.root, device, wish.tenant, role, access)
-    environment = shares.join(
-        device,
-        Join(
-            name=wish.tenant,
-            role=role.value,
-            pid=wish.pid,
-            weight=wish.weight or 1.0,
-            cgroup=group,
-            budget_ratio=wish.loss_budget_ratio or None,
-            partition=partition,
-            nodes=access.device_nodes,
-        ),
+    folder_of(shares.root, device)
+    name = tenant_name(wish.tenant)
+    group, procs = _group(shares.root, device, name, role, access)
+    request = Join(
+        name=name,
+        role=role.value,
+        pid=wish.pid,
+        weight=wish.weight or 1.0,
+        cgroup=group,
+        budget_ratio=wish.loss_budget_ratio or None,
+        partition=partition,
+        nodes=access.device_nodes,
     )
+    try:
+        environment = shares.join(device, request)
+    except BackendError:  # nobody answers; a keeper that refuses tidies up by itself
+        _ungroup(group)
+        raise
     lacks = role is Share.OPPORTUNISTIC and not group
     return JoinedDocument(
         device=device,
@@ -129,6 +137,8 @@ def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
     Raises:
         ConfigError: There is none.
     """
+    if not subject:
+        raise ConfigError("'' is no device", cure="see `alloy-agent devices`")
     devices = [d for d in snapshot.devices if d.id == subject]
     devices = devices or [d for d in snapshot.devices if d.id.startswith(subject)]
     if len(devices) == 1:
@@ -147,9 +157,7 @@ def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
                 cure="end a tenant, or apply a layout with more shares",
             )
         return free[0]
-    from alloy_agent.planner.names import find_partition
-
-    piece = find_partition(subject, snapshot.partitions)
+    piece = _partition(subject, snapshot)
     if piece.share is not role:
         raise ConfigError(
             f"{piece.id} is {piece.share.value}, not {role.value}", cure="name another partition"
@@ -157,8 +165,26 @@ def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
     return piece
 
 
+def _partition(subject: str, snapshot: Snapshot) -> Partition:
+    """Return the partition that is meant where no device is; else say what is close to it."""
+    from alloy_agent.planner.names import find_partition
+
+    known = [EMULATED, *(str(d.id) for d in snapshot.devices)]
+    pieces = snapshot.partitions
+    if "/" in subject or any(p.uuid and p.uuid.startswith(subject) for p in pieces):
+        return find_partition(subject, pieces)
+    begun = [device for device in known[1:] if device.startswith(subject)]
+    if begun:
+        raise ConfigError(
+            f"{subject} begins the names of {', '.join(begun[:4])}", cure="write more of it"
+        )
+    close = difflib.get_close_matches(subject, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see `alloy-agent devices`"
+    raise ConfigError(f"{subject}: no device or partition of this name", cure=hint)
+
+
 def _group(
-    root: Path, device: str, tenant: str, role: Share, access: Access
+    root: Path, device: str, tenant: TenantName, role: Share, access: Access
 ) -> tuple[str, tuple[str, ...]]:
     """Return the v2 cgroup of a tenant and the files by which it is entered; made if need be."""
     tree = detect().unified
@@ -170,7 +196,14 @@ def _group(
             return path.removeprefix(mount).removesuffix("/cgroup.procs"), ()
     if role is Share.PRODUCTION:
         return "", ()
-    return own_group(root, device, tenant, Path(tree.folder("")))
+    return groups.own_group(root, device_name(device), tenant, Path(tree.folder("")))
+
+
+def _ungroup(path: str) -> None:
+    """Remove the cgroup that was made for a tenant who was refused; one with processes stays."""
+    tree = detect().unified
+    if tree is not None:
+        groups.clear(path, Path(tree.folder("")))
 
 
 # --- policies ---------------------------------------------------------------------------------

@@ -268,3 +268,75 @@ def test_a_misspelt_variable_is_said(alloy: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ALLOY_STATEDIR", "/nowhere")
     done = alloy("devices")
     assert "ALLOY_STATEDIR is no setting and is ignored: did you mean ALLOY_STATE_DIR?" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["apply", "--state-dir", "x", "FILE"], "alloy-agent --state-dir ... apply"),
+        (["devices", "--fake", "1xH100-SXM5-80GB"], "--fake stands before the command"),
+        (["devices", "--fake=1xH100-SXM5-80GB"], "--fake stands before the command"),
+        (["share", "status", "--debug"], "--debug stands before the command"),
+        (["exec", "P", "true"], "write the command to start behind '--'"),
+        (["share", "run", "--production", "emulated", "true"], "behind '--'"),
+    ],
+)
+def test_what_stands_in_the_wrong_place_is_told(
+    alloy: Run, arguments: list[str], hint: str
+) -> None:
+    """A global option behind the command, and a command line without its `--`, get a hint."""
+    done = alloy(*arguments)
+    one_line(done)
+    assert "unrecognized arguments" in done.err
+    assert hint in done.err
+
+
+def test_the_hint_knows_every_global_option() -> None:
+    """What the frame adds is what the hint looks for."""
+    import argparse
+
+    from alloy_agent.cli import frame
+
+    parser = argparse.ArgumentParser(add_help=False)
+    frame.add_globals(parser)
+    names = {name for action in parser._actions for name in action.option_strings}
+    assert names == set(frame.GLOBALS)
+
+
+SHARED = """\
+version: v1
+layouts:
+  shared:
+    - match: {vendor: nvidia}
+      shared: {production: 1, opportunistic: 2}
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_shared_device_before_its_first_tenant(alloy: Run, tmp_path: Path) -> None:
+    """Status lists it with its shares; by part of its name it is the one that is meant."""
+    before = alloy("share", "status")
+    assert before.code == 0
+    assert "no device is shared" in before.out
+    layout = tmp_path / "layout.yaml"
+    layout.write_text(SHARED, encoding="utf-8")
+    assert alloy("apply", str(layout), "--yes").code == 0
+    device = str(alloy("devices", "--json").json["devices"][0]["id"])
+    shown = alloy("share", "status")
+    assert shown.code == 0
+    assert shown.out == f"{device}: no tenant yet; it has 1 production, 2 opportunistic\n"
+    typo = alloy("share", "run", "--production", f"{device[:-1]}x", "--", "true")
+    one_line(typo)
+    assert f"did you mean {device}" in typo.err
+    for name in (device, device[:12], f"{device}/production-0@0"):
+        simulated = alloy("share", "run", "--production", name, "--", "true")
+        one_line(simulated)
+        assert "shared through an agent alone" in simulated.err
+    assert not (tmp_path / "state" / "share").exists()
+
+
+def test_the_usage_of_share_run_fits(alloy: Run) -> None:
+    """A terminal of 80 columns shows it whole."""
+    done = alloy("share", "run", "--help")
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= 80

@@ -32,7 +32,7 @@ import msgspec
 from alloy_agent.conformance.gate.build import library
 from alloy_agent.conformance.gate.device import RENEW_S, TICK_S, SharedDevice
 from alloy_agent.conformance.gate.freezer import Freezer
-from alloy_agent.conformance.keeper import members
+from alloy_agent.conformance.keeper import groups, members
 from alloy_agent.conformance.keeper.emulator import Emulator
 from alloy_agent.conformance.keeper.members import Member
 from alloy_agent.conformance.keeper.messages import (
@@ -50,6 +50,7 @@ from alloy_agent.conformance.keeper.messages import (
     TenantView,
     Watched,
 )
+from alloy_agent.conformance.keeper.names import tenant_name
 from alloy_agent.conformance.keeper.watch import Subject, Watcher
 from alloy_agent.errors import AlloyError, ConfigError
 from alloy_agent.host.cgroups import Cgroup, detect
@@ -57,7 +58,6 @@ from alloy_agent.host.clock import boot_id, boottime_s
 
 ALONE_S: Final = 5.0
 LET_GO_S: Final = 0.5
-NAME_LENGTH: Final = 64
 BUDGET_MOST: Final = 0.5
 
 
@@ -196,9 +196,7 @@ class Keeper:
         Raises:
             ConfigError: It cannot be one.
         """
-        fine = request.name.replace("-", "").replace("_", "").replace(".", "").isalnum()
-        if not fine or len(request.name) > NAME_LENGTH or request.name.startswith("."):
-            raise ConfigError(f"tenant {request.name!r} is no name", cure="use letters and digits")
+        tenant_name(request.name)
         known = self._members.get(request.name)
         if known is not None and self._is_there(known):
             raise ConfigError(f"tenant {request.name} runs already", cure="give another --name")
@@ -207,6 +205,9 @@ class Keeper:
         if not members.lives(member):
             raise ConfigError(f"tenant {request.name}: pid {request.pid} is gone")
         self._let_go()  # a production tenant that has ended must not keep the next one out
+        if groups.is_own(request.cgroup) and self._tree is not None:
+            # that of an earlier tenant of this name went with it, after this one was given it
+            groups.make(request.cgroup, Path(self._tree.folder("")))
         self._watcher.forget(request.name)
         environment = self._add(request, adopt=False)
         self._members[request.name] = member
@@ -214,6 +215,15 @@ class Keeper:
         view = self.view(boottime_s())  # whoever gets the answer finds the tenant shown
         self._publish(msgspec.json.encode(view), news=True)
         return {**environment, **self._environment}
+
+    def _join(self, request: Join) -> dict[str, str]:
+        """Take a tenant in; of one that is refused no cgroup stays, unless another one has it."""
+        try:
+            return self.join(request)
+        except AlloyError:
+            if all(request.cgroup != member.join.cgroup for member in self._members.values()):
+                self._clear(request.cgroup)
+            raise
 
     def _add(self, join: Join, *, adopt: bool) -> dict[str, str]:
         return self.shared.add(
@@ -286,10 +296,8 @@ class Keeper:
 
     def _clear(self, path: str) -> None:
         """Remove the cgroup that we made for a tenant, and what stood above it for this device."""
-        while path.startswith("alloy-share/") and self._tree is not None:
-            with contextlib.suppress(OSError):
-                Path(self._tree.folder(path)).rmdir()
-            path = path.rpartition("/")[0]
+        if self._tree is not None:
+            groups.clear(path, Path(self._tree.folder("")))
 
     # --- telling ------------------------------------------------------------------------------
 
@@ -368,7 +376,7 @@ class Keeper:
         try:
             request: Request = msgspec.json.decode(raw, type=Request)
             if isinstance(request, Join):
-                return Answer(environment=self.join(request))
+                return Answer(environment=self._join(request))
             if isinstance(request, Policy):
                 _check_budget(request.budget_ratio)
                 self._policy = request
