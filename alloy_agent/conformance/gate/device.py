@@ -25,6 +25,7 @@ import msgspec
 
 from alloy_agent.conformance.baseline import Burst
 from alloy_agent.conformance.gate.freezer import Freezer
+from alloy_agent.conformance.gate.living import Living
 from alloy_agent.conformance.gate.pages import (
     Completions,
     OrderPage,
@@ -114,6 +115,7 @@ class _Tenant:
     cgroup: str
     state: StatePage
     order: OrderPage | None
+    living: Living
     slots: tuple[Slot, ...] = ()
     busy: list[tuple[float, float]] = field(default_factory=list)
     trouble: str = ""
@@ -157,11 +159,14 @@ class SharedDevice:
         weight: float = 1.0,
         cgroup: str = "",
         uid: int | None = None,
+        pid: int = 0,
+        group: Path | None = None,
         adopt: bool = False,
     ) -> dict[str, str]:
         """Make a tenant's pages and return the environment that leads it to them.
 
-        `adopt` takes up the pages of a tenant that an earlier agent left running.
+        `pid` and `group` (the cgroup's folder) tell whose the processes on its page are; `adopt`
+        takes up the pages of a tenant that an earlier agent left running.
 
         Raises:
             ConfigError: The role is none, or the device has a production tenant already.
@@ -180,7 +185,8 @@ class SharedDevice:
         if not adopt:
             make_state(state, os.getuid() if uid is None else uid, -1)
         page = OrderPage(order, role, adopt=adopt)
-        tenant = _Tenant(name, role, weight, cgroup, StatePage(state), page)
+        living = Living(state, pid, group)
+        tenant = _Tenant(name, role, weight, cgroup, StatePage(state), page, living)
         tenant.added_s = 0.0 if adopt else self._clock()
         self._tenants[name] = tenant
         if role == "production" and not adopt:
@@ -320,13 +326,14 @@ class SharedDevice:
                 tenant.trouble, lost = "its page makes no sense", True
                 continue
             tenant.slots = slots
+            tenant.living.look()
             tenant.trouble = tenant.trouble or _clock_trouble(tenant, now_s)
             for slot in slots:
                 bursts, missed = tenant.state.bursts(slot)
                 lost = lost or missed > 0
                 untold_s = 0.0 if _told(slot) else UNTOLD_S
                 tenant.busy += [(b.started_s, b.ended_s + untold_s) for b in bursts]
-                if slot.outstanding and _alive(slot.pid):
+                if slot.outstanding and tenant.living.has(slot.pid):
                     tenant.busy.append((slot.busy_since_s, now_s))
             tenant.busy = [span for span in tenant.busy if span[1] > now_s - REMEMBERED_S]
         sound = [t for t in self._neighbours() if not t.trouble]
@@ -338,11 +345,15 @@ class SharedDevice:
         producer = self._producer()
         slots = producer.state.slots() if producer is not None else ()
         if producer is None or slots is None:
-            alive = producer is not None and any(_alive(s.pid) for s in producer.slots)
+            alive = False
+            if producer is not None:
+                producer.living.look()
+                alive = any(producer.living.has(s.pid) for s in producer.slots)
             return RateSample(now_s=now_s, alive=alive, comparable=not self.throttled)
         producer.slots = slots
+        producer.living.look()
         producer.trouble = _clock_trouble(producer, now_s)
-        living = [s for s in slots if _alive(s.pid)]
+        living = [s for s in slots if producer.living.has(s.pid)]
         self._dead_slots = sum(1 << s.index for s in slots if s not in living)
         bursts = []
         spans = sorted((s for t in self._neighbours() for s in t.busy), key=itemgetter(1))
@@ -417,7 +428,7 @@ class SharedDevice:
         return max(0.0, min(1.0, (self._lent[-1][1] - self._lent[0][1]) / took_s))
 
     def _status_of(self, tenant: _Tenant) -> TenantStatus:
-        living = [s for s in tenant.slots if _alive(s.pid)]
+        living = [s for s in tenant.slots if tenant.living.has(s.pid)]
         return TenantStatus(
             name=tenant.name,
             role=tenant.role,
@@ -466,15 +477,3 @@ def _marked(burst: Burst, lost: bool, spans: list[tuple[float, float]], ends: li
     return msgspec.structs.replace(
         burst, contended=lost or bool(touching), overlap_s=None if lost else within_s
     )
-
-
-def _alive(pid: int) -> bool:
-    if not 0 < pid < 1 << 22:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -265,7 +265,8 @@ struct slot {
       kernels, heartbeat, waiting, waited_ns, device_ns;
   _Atomic uint32_t wake, completions;
   _Atomic uint64_t captured; /* calls that were only written down, for a graph */
-  uint64_t pad[17];
+  _Atomic uint64_t space; /* the pid namespace that `pid` is of, 0: unknown */
+  uint64_t pad[16];
   struct burst ring[RING];
 };
 struct state { uint64_t magic; uint32_t version, slots; char pad[4080]; struct slot slot[SLOTS]; };
@@ -319,15 +320,23 @@ static void take_slot(void) {
   me = &spill;
   head = tail = last_done_ns = 0;
   if (!mine) return;
-  for (int i = 0; i < SLOTS; i++) {
+  struct stat s;
+  uint64_t space = stat("/proc/self/ns/pid", &s) ? 0 : (uint64_t)s.st_ino;
+  /* an owner in another pid namespace cannot be asked for: its slot is taken last, if none is free */
+  for (int n = 0; n < 2 * SLOTS; n++) {
+    int i = n % SLOTS;
     uint32_t owner = atomic_load(&mine->slot[i].pid);
-    int old = owner == (uint32_t)getpid(); /* what this process was before it became this program */
+    int near = atomic_load(&mine->slot[i].space) == space;
+    if (owner && !near && n < SLOTS) continue;
+    /* what this process was before it became this program */
+    int old = near && owner == (uint32_t)getpid();
     if (owner && !old && (!syscall(SYS_kill, owner, 0) || errno != ESRCH)) continue;
     if (!old && !atomic_compare_exchange_strong(&mine->slot[i].pid, &owner, (uint32_t)getpid()))
       continue;
     me = &mine->slot[i];
     atomic_store(&me->ready, 0);
     memset((char *)me + 8, 0, sizeof *me - 8); /* a new process, a new generation */
+    atomic_store(&me->space, space);
     atomic_store(&me->attached_ns, now_ns());
     atomic_store(&me->idle_since, now_ns());
     atomic_store(&me->ready, 1);

@@ -232,8 +232,15 @@ class Keeper:
             weight=join.weight,
             cgroup=join.cgroup,
             uid=join.uid,
+            pid=join.pid,
+            group=self._group(join.cgroup),
             adopt=adopt,
         )
+
+    def _group(self, path: str) -> Path | None:
+        """Return the folder of a tenant's cgroup, None where it has none."""
+        tree = self._tree or next(iter(self._topology.hierarchies), None)
+        return Path(tree.folder(path)) if path and tree is not None else None
 
     def _is_there(self, member: Member) -> bool:
         """Whether the tenant's process lives, or one that it left in its cgroup."""
