@@ -39,7 +39,7 @@ from alloy_agent.conformance.keeper.messages import (
     ShareView,
 )
 from alloy_agent.errors import AlloyError, BackendError, StoreError
-from alloy_agent.host import clock
+from alloy_agent.host import clock, interpreter
 
 LOG = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class Shares:
             stdout=subprocess.PIPE,
             start_new_session=True,
             env=client.environment(),
-            cwd="/",
+            cwd=interpreter.FOLDER,
         )
         kept.begun_s, kept.told = time.monotonic(), set()
         if kept.process.stdout is not None:

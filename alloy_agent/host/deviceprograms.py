@@ -21,10 +21,10 @@ import os
 import platform
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from alloy_agent.host import interpreter
 from alloy_agent.host.clock import boottime_s
 from alloy_agent.model import Value
 
@@ -96,13 +96,14 @@ def ask(procs: str, nodes: Iterable[str], probe_s: float = PROBE_S) -> dict[str,
         nodes: Paths of device nodes.
         probe_s: How long the child may take.
     """
-    command = [sys.executable, "-I", "-S", "-c", _CHILD, procs, *nodes]
+    command = interpreter.isolated("-S", "-c", _CHILD, procs, *nodes)
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             timeout=probe_s,
             stdin=subprocess.DEVNULL,
+            cwd=interpreter.FOLDER,
             text=True,
             check=False,
         )

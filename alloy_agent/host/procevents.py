@@ -30,12 +30,11 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alloy_agent.host import interpreter
 from alloy_agent.host.clock import boottime_s, monotonic_offset_s
 from alloy_agent.model import Value
 
@@ -281,22 +280,17 @@ def _subscribe() -> socket.socket:
     Raises:
         OSError: The helper could not, for the reason that it gives.
     """
-    root = Path(__file__).resolve().parents[2]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             helper = subprocess.Popen(
-                [sys.executable, "-s", "-P", "-m", HELPER, str(theirs.fileno())],
+                interpreter.module(HELPER, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=environment,
+                cwd=interpreter.FOLDER,
+                env=interpreter.environment(),
             )
         ours.settimeout(HELPER_DEADLINE_S)
         try:

@@ -26,17 +26,16 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from alloy_agent.errors import AlloyError, BackendError, DeviceLostError, DeviceStalledError
+from alloy_agent.host import interpreter
 from alloy_agent.model import (
     Capabilities,
     DeviceEvent,
@@ -67,7 +66,6 @@ BURY_S: Final = 1.0
 HUNG_S: Final = 1.0  # a worker that died after so long without a sign of life was hanging
 EVENTS_MAX: Final = 65536
 RAISED_NICE: Final = -10
-ROOT: Final = str(Path(__file__).resolve().parents[2])
 TRACE: Final = re.compile(rb"Current thread 0x([0-9a-fA-F]+)")
 
 RESULTS: Final[dict[str, msgspec.msgpack.Decoder[Any]]] = {
@@ -577,20 +575,15 @@ class Worker:
         return process
 
     def _popen(self, socket_fd: int, board_fd: int, note_fd: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        if "-packages" not in ROOT:  # a source tree: the interpreter does not find it by itself
-            known = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{known}" if known else ROOT
         fds = (socket_fd, board_fd, note_fd, self.tick_fd)
-        argv = [sys.executable, "-s", "-P", "-m", "alloy_agent.worker", *map(str, fds)]
         return subprocess.Popen(
-            [*argv, str(os.getpid())],
+            interpreter.module("alloy_agent.worker", *map(str, fds), str(os.getpid())),
             stdin=subprocess.DEVNULL,
             stdout=2,  # a vendor's chatter must not reach the stdout of a command
             pass_fds=fds,
             start_new_session=True,
-            env=environment,
-            cwd="/",
+            env=interpreter.environment(),
+            cwd=interpreter.FOLDER,
         )
 
     def _start_frame(self) -> wire.Start:

@@ -21,6 +21,7 @@ from alloy_agent.conformance.keeper import client
 from alloy_agent.conformance.keeper.messages import Conditions, HandOver, Policy
 from alloy_agent.errors import ConfigError
 from tests.daemon.harness import gone
+from tests.host.hostile import bait, mark_of
 from tests.rate.conftest import NEIGHBOUR, PRODUCTION, eventually
 
 pytestmark = [pytest.mark.host, pytest.mark.slow]
@@ -274,3 +275,13 @@ def test_nonsense_is_refused_in_one_line(shell: Shell, arguments: list[str], wor
     assert done.returncode == 2
     assert word in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_no_code_is_taken_from_where_root_stands(shell: Shell, tmp_path: Path) -> None:
+    """Keeper and emulated device come up; nothing that lies in the folder is imported."""
+    hostile = bait(tmp_path / "hostile")
+    argv = shell.argv("share", "run", "--production", "--name", "p", "emulated", "--", "true")
+    argv.insert(1, "-P")  # as the installed command is: it does not look there itself
+    done = subprocess.run(argv, cwd=hostile, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not mark_of(hostile).exists()

@@ -17,13 +17,13 @@ import io
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from alloy_agent.backends.amd.cper import Record, parse
+from alloy_agent.host import interpreter
 from alloy_agent.model import Value
 
 VERSION_MAJOR: Final = 26
@@ -151,10 +151,15 @@ def candidates(policy: str, environ: dict[str, str] | None = None) -> list[str]:
 
 def attempt(paths: Sequence[str], deadline_s: float) -> Tried:
     """Return what a child found when it opened and started the library; it is killed if stuck."""
-    command = [sys.executable, "-I", str(Path(__file__).with_name("probe.py")), *paths]
+    command = interpreter.isolated(str(Path(__file__).with_name("probe.py").absolute()), *paths)
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=deadline_s, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            timeout=deadline_s,
+            stdin=subprocess.DEVNULL,
+            cwd=interpreter.FOLDER,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return Tried(trouble=f"amdsmi_init did not return within {deadline_s:g} s")

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from alloy_agent.errors import AlloyError
+from alloy_agent.host import interpreter
 from alloy_agent.model import Value
 
 if TYPE_CHECKING:
@@ -210,11 +210,13 @@ class Stage:
         )
         with (home / "agent.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "alloy_agent.cli.demo.agent", str(settings)],
+                interpreter.module("alloy_agent.cli.demo.agent", str(settings)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=interpreter.environment(),
+                cwd=interpreter.FOLDER,
             )
         return Agent(plot, home, process)
 
@@ -222,11 +224,13 @@ class Stage:
         """Return what one command of the agent's own command line printed."""
         settings = agent.home / "agent.yaml"
         done = subprocess.run(
-            [sys.executable, "-m", "alloy_agent", "--config", str(settings), *words],
+            interpreter.module("alloy_agent", "--config", str(settings), *words),
             capture_output=True,
             text=True,
             check=False,
             timeout=WAIT_S,
+            env=interpreter.environment(),
+            cwd=interpreter.FOLDER,
         )
         if done.returncode != 0:
             raise DemoError(f"{agent.name}: {' '.join(words[:1])}: {done.stderr.strip()}")

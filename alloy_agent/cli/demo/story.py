@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from alloy_agent.cli.demo.stage import HOST, Agent, DemoError, Stage
 from alloy_agent.errors import AlloyError
+from alloy_agent.host import interpreter
 from alloy_agent.proto import agent_pb2 as pb
 from alloy_agent.proto import placement_pb2 as pl
 
@@ -385,9 +386,15 @@ def _step_out_for_real(story: Play) -> None:
     agent = story.stage.agents[HOST.name]
     piece = reply.granted[0].partition.id
     worker = "import time\nwhile True: time.sleep(0.01)"
-    words = [sys.executable, "-m", "alloy_agent", "--config", str(agent.home / "agent.yaml")]
-    words += ["exec", "--tenant", "night", piece, "--", sys.executable, "-c", worker]
-    tenant = subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True)
+    words = interpreter.module("alloy_agent", "--config", str(agent.home / "agent.yaml"))
+    words += ["exec", "--tenant", "night", piece, "--", *interpreter.isolated("-c", worker)]
+    tenant = subprocess.Popen(
+        words,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env=interpreter.environment(),
+        cwd=interpreter.FOLDER,
+    )
     try:
         inside = story.stage.until(
             lambda: _groups(tenant.pid) if _in_partition(tenant.pid, story) else None,

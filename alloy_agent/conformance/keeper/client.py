@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -21,8 +22,8 @@ from alloy_agent.conformance.keeper.messages import (
     Request,
     ShareView,
 )
-from alloy_agent.conformance.keeper.names import device_name
 from alloy_agent.errors import BackendError, ConfigError
+from alloy_agent.host import interpreter
 from alloy_agent.host.clock import boottime_s
 
 START_S: Final = 60.0  # a busy host takes its time to start an interpreter
@@ -30,6 +31,7 @@ ANSWER_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.05
 SOCKET_PATH_BYTES: Final = 107  # Source: unix(7), sun_path
 START_AGAIN_S: Final = 5.0
+OWN_GROUP: Final = "alloy-share"  # of the v2 tree: cgroups that are made for tenants
 
 
 def folder_of(root: Path, device: str) -> Path:
@@ -38,7 +40,9 @@ def folder_of(root: Path, device: str) -> Path:
     Raises:
         ConfigError: The name cannot be one of a device, or the folder is too deep for sockets.
     """
-    folder = root / device_name(device)
+    if not device or "/" in device or device.startswith(".") or len(device) > 128:
+        raise ConfigError(f"{device!r} is no device", cure="see `alloy-agent devices`")
+    folder = root / device
     if len(os.fsencode(folder / "keeper.sock")) > SOCKET_PATH_BYTES:
         raise ConfigError(f"{folder}: too long for a socket", cure="set a shorter socket_path")
     return folder
@@ -93,58 +97,42 @@ def join(device: str, root: Path, libraries: Path, request: Join) -> dict[str, s
     )
 
 
-class Look(NamedTuple):
-    """How the shared devices stand that could be read; `closed` says what this user may not."""
+def own_group(root: Path, device: str, tenant: str, tree: Path) -> tuple[str, tuple[str, ...]]:
+    """Make a v2 cgroup for a tenant; return its path and the file by which it is entered.
 
-    views: tuple[ShareView, ...] = ()
-    closed: str = ""
-
-
-def look(root: Path) -> Look:
-    """Return how every shared device stands that has a living keeper."""
-    found, closed, now_s = [], "", boottime_s()
+    The path tells agents with other folders apart. Where none can be made, there is none.
+    """
+    agent = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+    path = f"{OWN_GROUP}/{agent}/{device}/{tenant}"
+    folder = tree / path
     try:
-        folders = sorted(root.iterdir())
-    except OSError as exc:
-        return Look(closed=_closed(root) if isinstance(exc, PermissionError) else "")
-    for folder in folders:
-        try:
-            body = (folder / "status.json").read_bytes()
-            view = msgspec.json.decode(body, type=ShareView)
-        except PermissionError:
-            closed = _closed(folder)
-            continue
-        except (OSError, msgspec.MsgspecError):
-            continue
-        if 0.0 <= now_s - view.taken_at_s < STALE_S:
-            found.append(view)
-    return Look(tuple(found), closed)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return "", ()
+    return path, (str(folder / "cgroup.procs"),)
 
 
 def views(root: Path) -> tuple[ShareView, ...]:
-    """Return how every shared device stands that has a living keeper and may be read."""
-    return look(root).views
-
-
-def _closed(path: Path) -> str:
-    return f"{path}: not permitted for uid {os.geteuid()}"
+    """Return how every shared device stands that has a living keeper."""
+    found, now_s = [], boottime_s()
+    for path in sorted(root.glob("*/status.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            view = msgspec.json.decode(path.read_bytes(), type=ShareView)
+            if 0.0 <= now_s - view.taken_at_s < STALE_S:
+                found.append(view)
+    return tuple(found)
 
 
 def command(device: str, folder: Path, libraries: Path, *, emulate: bool, agent: bool) -> list[str]:
     """Return the command line of a keeper."""
-    argv = [sys.executable, "-s", "-P", "-m", "alloy_agent.conformance.keeper"]
     options = [*(["--emulate"] if emulate else []), *(["--agent"] if agent else [])]
-    return [*argv, *options, device, str(folder), str(libraries)]
+    places = (str(folder.absolute()), str(libraries.absolute()))  # it stands in another folder
+    return interpreter.module("alloy_agent.conformance.keeper", *options, device, *places)
 
 
 def environment() -> dict[str, str]:
     """Return the environment of a keeper: it finds this package, and no gate is loaded into it."""
-    kept = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    here = str(Path(__file__).resolve().parents[3])
-    if "-packages" not in here:  # a source tree: the interpreter does not find it by itself
-        known = kept.get("PYTHONPATH")
-        kept["PYTHONPATH"] = f"{here}{os.pathsep}{known}" if known else here
-    return kept
+    return interpreter.environment(without={"LD_PRELOAD"})
 
 
 def _start(device: str, folder: Path, libraries: Path) -> None:
@@ -157,5 +145,6 @@ def _start(device: str, folder: Path, libraries: Path) -> None:
             stderr=log,
             start_new_session=True,
             env=environment(),
+            cwd=interpreter.FOLDER,
             check=False,
         )

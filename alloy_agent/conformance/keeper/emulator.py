@@ -10,12 +10,12 @@ import contextlib
 import json
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 from alloy_agent.conformance.gate.build import library
 from alloy_agent.errors import BackendError
+from alloy_agent.host import interpreter
 
 ALONE_S: Final = 5.0
 ANSWER_BYTES: Final = 64 << 10
@@ -45,9 +45,14 @@ class Emulator:
         self._peer = peer
 
     def _start(self) -> None:
-        argv = [sys.executable, "-m", MODULE, str(self.path), "round_robin", str(ALONE_S)]
+        where = str(self.path.absolute())
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+            interpreter.module(MODULE, where, "round_robin", str(ALONE_S)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=interpreter.environment(),
+            cwd=interpreter.FOLDER,
         )
         if self._process.stdout is not None:
             self._process.stdout.readline()
