@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -22,6 +20,7 @@ from alloy_agent.conformance.keeper.messages import (
     Request,
     ShareView,
 )
+from alloy_agent.conformance.keeper.names import device_name
 from alloy_agent.errors import BackendError, ConfigError
 from alloy_agent.host import interpreter
 from alloy_agent.host.clock import boottime_s
@@ -31,7 +30,6 @@ ANSWER_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.05
 SOCKET_PATH_BYTES: Final = 107  # Source: unix(7), sun_path
 START_AGAIN_S: Final = 5.0
-OWN_GROUP: Final = "alloy-share"  # of the v2 tree: cgroups that are made for tenants
 
 
 def folder_of(root: Path, device: str) -> Path:
@@ -40,9 +38,7 @@ def folder_of(root: Path, device: str) -> Path:
     Raises:
         ConfigError: The name cannot be one of a device, or the folder is too deep for sockets.
     """
-    if not device or "/" in device or device.startswith(".") or len(device) > 128:
-        raise ConfigError(f"{device!r} is no device", cure="see `alloy-agent devices`")
-    folder = root / device
+    folder = root / device_name(device)
     if len(os.fsencode(folder / "keeper.sock")) > SOCKET_PATH_BYTES:
         raise ConfigError(f"{folder}: too long for a socket", cure="set a shorter socket_path")
     return folder
@@ -97,30 +93,41 @@ def join(device: str, root: Path, libraries: Path, request: Join) -> dict[str, s
     )
 
 
-def own_group(root: Path, device: str, tenant: str, tree: Path) -> tuple[str, tuple[str, ...]]:
-    """Make a v2 cgroup for a tenant; return its path and the file by which it is entered.
+class Look(NamedTuple):
+    """How the shared devices stand that could be read; `closed` says what this user may not."""
 
-    The path tells agents with other folders apart. Where none can be made, there is none.
-    """
-    agent = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
-    path = f"{OWN_GROUP}/{agent}/{device}/{tenant}"
-    folder = tree / path
+    views: tuple[ShareView, ...] = ()
+    closed: str = ""
+
+
+def look(root: Path) -> Look:
+    """Return how every shared device stands that has a living keeper."""
+    found, closed, now_s = [], "", boottime_s()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return "", ()
-    return path, (str(folder / "cgroup.procs"),)
+        folders = sorted(root.iterdir())
+    except OSError as exc:
+        return Look(closed=_closed(root) if isinstance(exc, PermissionError) else "")
+    for folder in folders:
+        try:
+            body = (folder / "status.json").read_bytes()
+            view = msgspec.json.decode(body, type=ShareView)
+        except PermissionError:
+            closed = _closed(folder)
+            continue
+        except (OSError, msgspec.MsgspecError):
+            continue
+        if 0.0 <= now_s - view.taken_at_s < STALE_S:
+            found.append(view)
+    return Look(tuple(found), closed)
 
 
 def views(root: Path) -> tuple[ShareView, ...]:
-    """Return how every shared device stands that has a living keeper."""
-    found, now_s = [], boottime_s()
-    for path in sorted(root.glob("*/status.json")):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            view = msgspec.json.decode(path.read_bytes(), type=ShareView)
-            if 0.0 <= now_s - view.taken_at_s < STALE_S:
-                found.append(view)
-    return tuple(found)
+    """Return how every shared device stands that has a living keeper and may be read."""
+    return look(root).views
+
+
+def _closed(path: Path) -> str:
+    return f"{path}: not permitted for uid {os.geteuid()}"
 
 
 def command(device: str, folder: Path, libraries: Path, *, emulate: bool, agent: bool) -> list[str]:
