@@ -156,7 +156,7 @@ def _passes(entry: Entry, chosen: Filter, device: Device) -> bool:
 
 
 def _refuse_ambiguous_index(entry: Entry, matched: list[Device]) -> None:
-    """Refuse an index that several devices have: each vendor counts its own from 0."""
+    """Refuse an index that several devices have, as vendors and the host count from 0 each."""
     match = entry.select
     if not isinstance(match, Match) or match.index is None or len(matched) < 2:
         return
@@ -165,7 +165,7 @@ def _refuse_ambiguous_index(entry: Entry, matched: list[Device]) -> None:
     alike = match.vendor is not None or len({device.vendor for device in matched}) == 1
     raise ConfigError(
         f"{entry.at('match')}: index {match.index} is that of {', '.join(titles[:4])}{more}",
-        cure="name one by uuid or bus" if alike else "add the vendor, each counts its own",
+        cure="name one by uuid or bus" if alike else "add the vendor",
     )
 
 
