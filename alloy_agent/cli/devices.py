@@ -105,6 +105,8 @@ def _show_devices(views: tuple[DeviceView, ...]) -> None:
         for v in views
     ]
     output.table(columns, rows)
+    if len({v.device.index for v in views}) < len(views):
+        output.write("# counts for each vendor alone, and for all simulated devices together")
 
 
 def _size(memory_bytes: int | None) -> str:
