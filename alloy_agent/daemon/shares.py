@@ -336,23 +336,30 @@ def standing(view: ShareView | None) -> tuple[object, ...]:
 
 def thaw_all(root: Path) -> tuple[str, ...]:
     """Thaw what dead keepers left frozen; return the cgroups. A living keeper's are its own."""
-    from alloy_agent.conformance.gate.freezer import Freezer
-    from alloy_agent.host.cgroups import detect
-
     thawed: list[str] = []
     for folder in sorted({note.parent.parent for note in root.glob("*/frozen/*.frozen")}):
-        lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            thawed += Freezer(detect(), folder / "frozen").recover()
-        finally:
-            os.close(lock)
+            thawed += _thaw(folder)
+        except (AlloyError, OSError) as exc:  # the other devices' tenants must run again
+            LOG.warning("not_thawed", extra={"device": folder.name, "reason": str(exc)})
     for path in thawed:
         LOG.warning("thawed", extra={"cgroup": path, "why": "an agent that ended had frozen it"})
     return tuple(thawed)
+
+
+def _thaw(folder: Path) -> tuple[str, ...]:
+    from alloy_agent.conformance.gate.freezer import Freezer
+    from alloy_agent.host.cgroups import detect
+
+    lock = os.open(folder / "keeper.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ()
+    else:
+        return Freezer(detect(), folder / "frozen").recover()
+    finally:
+        os.close(lock)
 
 
 def _log(device: str, before: ShareView | None, after: ShareView | None) -> None:

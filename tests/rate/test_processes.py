@@ -30,6 +30,7 @@ from alloy_agent.conformance.gate.pages import (
 )
 from alloy_agent.conformance.gate.witness import Witness, symbol_offset
 from alloy_agent.conformance.rate import Bucket, GateOrder, ProductionView, admit
+from alloy_agent.daemon.shares import thaw_all
 from alloy_agent.errors import UnsupportedError
 from alloy_agent.host.cgroups import Cgroup, detect
 from alloy_agent.host.clock import boottime_s
@@ -356,6 +357,49 @@ def test_what_was_frozen_is_thawed_by_the_next_agent(group: Cgroup, tmp_path: Pa
     assert second.recover() == ()
     sleeper.kill()
     sleeper.wait()
+
+
+DAMAGED = {
+    "bytes": b"\xff\xfe",
+    "nul": b"a\x00b",
+    "outside": b"../../../tmp/elsewhere",
+    "inside_out": b"/alloy/../../x",
+    "root": b"/",
+    "endless": b"a" * 10_000,
+    "lines": b"one\ntwo",
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_note_keeps_no_other_one_from_being_obeyed(
+    group: Cgroup, tmp_path: Path, damage: str
+) -> None:
+    """It is set aside and told of once; every other note is thawed, whichever comes first."""
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        folder = join(group, sleeper.pid)
+        root = tmp_path / "share"
+        notes = root / "emulated" / "frozen"
+        assert Freezer(group.topology, notes).freeze(group.path)
+        (notes / "folder.frozen").mkdir()
+        (notes / "link.frozen").symlink_to("/etc/hostname")
+        os.mkfifo(notes / "pipe.frozen")
+        for name in ("0", "z"):
+            (notes / f"{name}.frozen").write_bytes(DAMAGED[damage])
+        (root / "other" / "keeper.lock").mkdir(parents=True)  # a device that cannot be looked at
+        (root / "other" / "frozen").mkdir()
+        (root / "other" / "frozen" / "x.frozen").write_bytes(b"a")
+        assert thaw_all(root) == (group.path,)
+        assert "frozen 0" in (folder / "cgroup.events").read_text(encoding="ascii")
+        assert not (notes / "0.frozen").exists()
+        assert {path.name for path in notes.glob("[0z].*")} == {"0.damaged", "z.damaged"}
+        assert (notes / "0.damaged").read_bytes() == DAMAGED[damage]
+        assert thaw_all(root) == ()
+    finally:
+        group.thaw()
+        sleeper.kill()
+        sleeper.wait()
 
 
 @pytest.mark.host

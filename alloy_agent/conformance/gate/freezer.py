@@ -4,6 +4,7 @@ Rules that stay true in here:
 
 * The note on disk comes before the freeze and goes after the thaw. A restarted agent thaws all
   that is noted before it does anything else.
+* A note that is damaged, or leads out of the tree, is set aside; all others are obeyed.
 * A group that does not stop in time is thawed, counted as not stopped, and tried again later.
 * A group with an MPS server in it is never frozen: its clients' locks would be held for ever.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,10 @@ from typing import Final
 from alloy_agent.errors import AlloyError, BackendError
 from alloy_agent.host.cgroups import Cgroup, CgroupTopology
 
+LOG = logging.getLogger(__name__)
+
 FREEZE_S: Final = 0.5
+PATH_BYTES: Final = 4096  # Source: limits.h, PATH_MAX
 NEVER: Final = frozenset({"nvidia-cuda-mps", "nvidia-cuda-mps-server", "nvidia-cuda-mps-control"})
 
 
@@ -43,13 +48,15 @@ class Freezer:
         """Thaw all that an earlier agent froze; return the cgroups."""
         done = []
         for note in sorted(self._folder.glob("*.frozen")):
-            with contextlib.suppress(OSError):
-                path = note.read_text(encoding="utf-8").strip()
+            try:
+                path = _noted(note)
                 if path:
                     with contextlib.suppress(AlloyError):
                         Cgroup(self._topology, path).thaw()
                     done.append(path)
                 note.unlink()
+            except (OSError, ValueError) as exc:  # the other notes count all the same
+                _set_aside(note, str(exc))
         return tuple(done)
 
     def freeze(self, path: str) -> bool:
@@ -95,6 +102,36 @@ class Freezer:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _noted(note: Path) -> str:
+    """Return the cgroup of a note, empty where its writer died before it froze anything.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It names no cgroup: it is damaged, or would lead out of the tree.
+    """
+    handle = os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        raw = os.read(handle, PATH_BYTES + 1)
+    finally:
+        os.close(handle)
+    path = raw.decode("utf-8").strip()
+    if len(raw) > PATH_BYTES or not path.isprintable() or {".", ".."} & set(path.split("/")):
+        raise ValueError("it names no cgroup")
+    if path and not path.strip("/"):
+        raise ValueError("it names the root of the tree")
+    return path
+
+
+def _set_aside(note: Path, reason: str) -> None:
+    """Say that a note is damaged and keep it under another name for whoever looks into it."""
+    aside = note.with_suffix(".damaged")
+    try:
+        note.replace(aside)
+    except OSError as exc:
+        reason = f"{reason}; {exc}"
+    LOG.warning("freeze_note_damaged", extra={"note": str(aside), "reason": reason})
 
 
 def _comm(pid: int) -> str:
