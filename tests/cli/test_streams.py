@@ -123,3 +123,22 @@ def on_terminal(folder: Path, arguments: list[str], columns: int, variables: dic
         if theirs >= 0:
             os.close(theirs)
     return b"".join(chunks).decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_a_dash_is_standard_input(tmp_path: Path, name: str) -> None:
+    """Plan and apply read what is piped into them; an error names the stream and the line."""
+    layout = "version: v1\nlayouts:\n  a:\n    - match: {vendor: nvidia}\n      mig: [7g.80gb]\n"
+    line = [*AGENT, "--state-dir", str(tmp_path), "--fake", "1xH100-SXM5-80GB"]
+    for text, code in ((layout, 0), (layout.replace("mig:", "mgi:"), 2)):
+        done = subprocess.run(
+            [*line, "plan", name],
+            env=environment(),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert "7g.80gb" in done.stdout if code == 0 else "/dev/stdin:5" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import pytest
 from alloy_agent.conformance.keeper import client
 from alloy_agent.conformance.keeper.messages import Conditions, HandOver, Policy
 from alloy_agent.errors import ConfigError
+from alloy_agent.host.cgroups import detect
 from tests.daemon.harness import gone
 from tests.host.hostile import bait, mark_of
 from tests.rate.conftest import NEIGHBOUR, PRODUCTION, eventually
@@ -127,6 +129,15 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
+def groups_of(root: Path) -> list[Path]:
+    """Return the cgroups that were made for the tenants of an agent; a keeper takes them away."""
+    tree = detect().unified
+    if tree is None:
+        return []
+    agent = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
+    return list(Path(tree.folder("alloy-share")).glob(f"{agent}/**/cgroup.procs"))
+
+
 def built(libraries: tuple[Path, Path], state: Path) -> None:
     """Put the libraries where keepers look for them: compiling takes long on a busy machine."""
     for library in libraries:
@@ -156,6 +167,7 @@ def shell(libraries: tuple[Path, Path]) -> Iterator[Shell]:
         # keeper and emulated device leave by themselves once their tenants are gone
         left = eventually(lambda: not processes_of(folder), WITHIN_S)
         assert left, [command_of(pid) for pid in processes_of(folder)]
+        assert not groups_of(folder / "share")
 
 
 def test_two_tenants_share_and_a_third_production_is_refused(shell: Shell) -> None:
@@ -164,6 +176,10 @@ def test_two_tenants_share_and_a_third_production_is_refused(shell: Shell) -> No
     assert eventually(lambda: shell.launched("p") > 40, WITHIN_S)
     shell.run("--opportunistic", "n", NEIGHBOUR, "--budget", "5")
     assert eventually(lambda: shell.launched("n") > 20, WITHIN_S)
+    assert [path.parent.name for path in groups_of(shell.device.parent)].count("n") == 1
+    twice = shell.run("--opportunistic", "n", NEIGHBOUR)
+    assert twice.wait(WITHIN_S) == 2  # and the group of the first stays
+    assert [path.parent.name for path in groups_of(shell.device.parent)].count("n") == 1
     refused = shell.run("--production", "q", PRODUCTION)
     assert refused.wait(WITHIN_S) == 2
     assert refused.stderr is not None
@@ -263,7 +279,7 @@ def test_a_folder_too_deep_for_sockets_is_said_at_once(tmp_path: Path) -> None:
     [
         (["--opportunistic", "--weight", "0", "emulated", "--", "true"], "weight 0"),
         (["--production", "--budget", "80", "emulated", "--", "true"], "budget 80 %"),
-        (["--production", "a/b", "--", "true"], "'a/b' is no device"),
+        (["--production", "a/b", "--", "true"], "a/b: there is none"),
         (["--production", "emulated"], "no command given"),
     ],
 )
