@@ -3,9 +3,11 @@
 Theory of operation. A runtime edits a container when it makes it; nobody tells us whether it did,
 or what else it was told to add. So the container's first process is looked at from outside: the
 device nodes of its own `/dev`, its mounts, its device rules, the variables it was started with. A
-container has a claim by the claim's own variable in it; one that has a node of the claim without
-that variable has it beside the claim, and is found too. Privileged containers of others, which have
-every device of the host, are administrators and not tenants: they are left out.
+container has a claim if its pod is one for which the claim is reserved, which its control group
+tells and nobody in it chooses, and if it has the claim's own variable, since not every container
+of a pod has every claim. One that has a node of the claim without having the claim has it beside
+the claim, and is found too, whatever its variables say. Privileged containers of others, which
+have every device of the host, are administrators and not tenants: they are left out.
 
 Rules that stay true in here:
 
@@ -18,6 +20,7 @@ Source: OCI runtime specification, default devices; proc(5); Container Device In
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,10 +40,10 @@ from alloy_agent.store.claims import ClaimPhase, ClaimRecord
 
 FACT: Final = "claim.containers"
 METHOD: Final = "nodes, mounts, device rules and first variables of the container's first process"
-NODES_MAX: Final = 4096  # entries of a container's /dev that are looked at
-DEPTH_MAX: Final = 4
+ENTRIES_MAX: Final = 4096  # of a container's /dev, of any kind, that are looked at
 BASE: Final = frozenset(devicefence.EVERYONE) | {"5:1", "10:229", "10:200"}  # console, fuse, tun
 HOSTS: Final = frozenset({"c 1:1", "c 1:11"})  # mem, kmsg: only who is given all devices has them
+_OTHERS: Final = frozenset({"/dev/pts", "/dev/mqueue", "/dev/shm"})  # noqa: S108 - no devices there
 _PTS: Final = range(136, 144)  # Documentation/admin-guide/devices.txt: Unix98 PTY slaves
 
 
@@ -86,16 +89,17 @@ def containers_of(
 def look(process: ProcessInfo, container: str, pod_uid: str, proc_root: str = "/proc") -> Seen:
     """Return what a container has, read from outside."""
     base = f"{proc_root}/{process.pid}"
-    unread = []
+    unread, looked_at = [], 0
     nodes: dict[str, str] = {}
     try:
-        for path, number in _nodes(f"{base}/root", "/dev", 0):
-            if len(nodes) >= NODES_MAX:
-                unread.append(f"more than {NODES_MAX} device nodes")
-                break
-            nodes[path] = number
+        for path, info in itertools.islice(_entries(f"{base}/root"), ENTRIES_MAX + 1):
+            looked_at += 1
+            if stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode):
+                nodes[path] = _number(info)
     except OSError as exc:
         unread.append(f"/dev: {exc.strerror}")
+    if looked_at > ENTRIES_MAX:
+        unread.append(f"/dev beyond {ENTRIES_MAX} entries")
     raw = read_bytes(f"{base}/environ")
     if not raw:
         unread.append("variables")
@@ -117,20 +121,24 @@ def look(process: ProcessInfo, container: str, pod_uid: str, proc_root: str = "/
     )
 
 
-def _nodes(root: str, folder: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield device nodes below a folder of a container."""
-    with os.scandir(root + folder) as entries:
-        for entry in sorted(entries, key=lambda one: one.name):
-            path = f"{folder}/{printable(entry.name.encode('utf-8', 'surrogateescape'))}"
-            try:
-                info = entry.stat(follow_symlinks=False)
-            except OSError:
-                continue  # gone meanwhile
-            if stat.S_ISDIR(info.st_mode) and depth < DEPTH_MAX:
-                if path not in ("/dev/pts", "/dev/mqueue", "/dev/shm"):  # noqa: S108
-                    yield from _nodes(root, f"{folder}/{entry.name}", depth + 1)
-            elif stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode):
-                yield path, _number(info)
+def _entries(root: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield what is in a container's `/dev`, at any depth.
+
+    A tenant fills it as it likes, so no folder is taken as a whole: whoever looks stops in time.
+    """
+    folders = ["/dev"]
+    while folders:
+        folder = folders.pop()
+        with os.scandir(root + folder) as entries:
+            for entry in entries:
+                path = f"{folder}/{entry.name}"
+                try:
+                    info = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # gone meanwhile
+                if stat.S_ISDIR(info.st_mode) and path not in _OTHERS:
+                    folders.append(path)
+                yield printable(path.encode("utf-8", "surrogateescape")), info
 
 
 def _number(info: os.stat_result) -> str:
@@ -266,7 +274,7 @@ def facts_of(
             own = {n for n in granted_by([spec]).nodes.values() if not _everyones(n)}
             for process, one in seen:
                 if _belongs(one, claim, own):
-                    held = [c.uid for c in prepared if claim_variable(c.uid) in one.env]
+                    held = [c.uid for c in prepared if _has(one, c)]
                     granted = granted_by([s for uid in held if (s := specs[uid])])
                     have.append(compare(one, granted, ours, _rules(process, ours, topology)))
         found += [
@@ -277,9 +285,14 @@ def facts_of(
     return found
 
 
+def _has(seen: Seen, claim: ClaimRecord) -> bool:
+    """Whether a container was given a claim: its variable alone says nothing, anyone can set it."""
+    return seen.pod_uid in claim.pods and claim_variable(claim.uid) in seen.env
+
+
 def _belongs(seen: Seen, claim: ClaimRecord, own: set[str]) -> bool:
     """Whether a container has a claim, or has a node of it without having the claim."""
-    if claim_variable(claim.uid) in seen.env:
+    if _has(seen, claim):
         return True
     numbers = set(seen.nodes.values())
     administers = bool(numbers & HOSTS) and seen.pod_uid not in claim.pods

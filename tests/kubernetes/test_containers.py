@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ from alloy_agent.model import (
 from alloy_agent.store.claims import ClaimPhase, ClaimPiece, ClaimRecord
 from tests.kubernetes.test_faults import PODMAN, runtime
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="device nodes are made by root")
 OURS = frozenset({"c 240:1", "c 240:2"})
 GRANTED = Granted(
     nodes={"/dev/piece-1": "c 240:1"},
@@ -160,6 +162,67 @@ def test_the_first_process_of_each_container_is_looked_at() -> None:
     assert [(p.pid, container) for p, container, _ in found] == [(5, one), (7, two)]
 
 
+def _process(pid: int) -> ProcessInfo:
+    return ProcessInfo(
+        pid=pid,
+        start_ticks=pid,
+        ppid=1,
+        comm="x",
+        uid=0,
+        state="S",
+        kernel_thread=False,
+        cgroups={},
+        cpus_allowed=(0,),
+        last_cpu=0,
+        cpu_ticks=0,
+        thread_count=1,
+    )
+
+
+@pytest.mark.parametrize("deep", [False, True], ids=["in one folder", "in folders of folders"])
+def test_a_full_dev_is_not_walked_to_its_end(
+    deep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a tenant puts there counts, of any kind; that there was more is said."""
+    monkeypatch.setattr(containers, "ENTRIES_MAX", 50)
+    place = tmp_path / "7/root/dev"
+    place.mkdir(parents=True)
+    for number in range(50):
+        if deep:
+            place = place / "d"
+            place.mkdir()
+        else:
+            (place / f"file-{number}").touch()
+    looked: list[str] = []
+    entries = containers._entries
+
+    def counted(root: str) -> Iterator[tuple[str, os.stat_result]]:
+        for path, info in entries(root):
+            looked.append(path)
+            yield path, info
+
+    monkeypatch.setattr(containers, "_entries", counted)
+    assert (
+        "/dev beyond 50 entries" not in containers.look(_process(7), "c", "", str(tmp_path)).unread
+    )
+    for number in range(20):
+        (place / f"more-{number}").touch()
+    looked.clear()
+    assert "/dev beyond 50 entries" in containers.look(_process(7), "c", "", str(tmp_path)).unread
+    assert len(looked) == 51
+
+
+@needs_root
+def test_a_node_in_a_deep_folder_is_found(tmp_path: Path) -> None:
+    """No depth hides a node; what is in the container's shared memory is no device."""
+    place = tmp_path / "7/root/dev"
+    for folder in ("/".join("abcdefgh"), "shm"):
+        (place / folder).mkdir(parents=True)
+        os.mknod(place / folder / "node", 0o600 | stat.S_IFCHR, os.makedev(240, 9))
+    found = containers.look(_process(7), "c", "", str(tmp_path)).nodes
+    assert found == {"/dev/a/b/c/d/e/f/g/h/node": "c 240:9"}
+
+
 # --- a real container ----------------------------------------------------------------------------
 
 
@@ -168,7 +231,7 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.uid = str(uuid.uuid4())
+        self.uid, self.pod = str(uuid.uuid4()), str(uuid.uuid4())
         self.vendor = "test.alloy.dev"
         self.folder = CdiDirectory(Path("/var/run/cdi"), self.vendor)
         self.nodes = [Path(f"/dev/alloy-{self.uid[:8]}-{n}") for n in (1, 2)]
@@ -186,18 +249,27 @@ class Place:
 
     def close(self) -> None:
         self.folder.remove(self.uid)
+        tops = [Path(h.folder(f"alloy-test-{self.uid[:8]}")) for h in detect().hierarchies]
+        until_s = time.monotonic() + 60.0  # the container's monitor ends after the container
+        while any(top.is_dir() for top in tops) and time.monotonic() < until_s:
+            for path in [p for top in tops for p in (*sorted(top.rglob("*/"), reverse=True), top)]:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            time.sleep(0.02)
         for node in self.nodes:
             node.unlink()
 
     @contextlib.contextmanager
-    def container(self, *options: str) -> Iterator[None]:
-        """Run a container that waits until it is looked at."""
+    def container(self, *options: str, pod: str = "") -> Iterator[None]:
+        """Run a container of a pod, ours where none is named, that waits until it is looked at."""
+        group = f"/alloy-test-{self.uid[:8]}/pod{pod or self.pod}"
         store = ("--root", str(self.root / "store"), "--runroot", str(self.root / "run"))
         driver = ("--storage-driver", "vfs", "--cgroup-manager", "cgroupfs")
         process = subprocess.Popen(
             [
                 *(str(PODMAN), *store, *driver, "--runtime", runtime(self.root)),
                 *("run", "--rm", "--interactive", "--network", "none", *options),
+                *("--cgroup-parent", group),
                 *("--rootfs", str(self.rootfs), "/bin/sh", "-c", "echo up; read line"),
             ],
             stdin=subprocess.PIPE,
@@ -224,8 +296,9 @@ class Place:
             partition=partition,
         )  # fmt: skip
         record = ClaimRecord(
-            uid=self.uid, namespace="team", name="c", phase=ClaimPhase.PREPARED, pieces=(piece,)
-        )
+            uid=self.uid, namespace="team", name="c", phase=ClaimPhase.PREPARED, pieces=(piece,),
+            pods=(self.pod,),
+        )  # fmt: skip
         other = Access(device_nodes=(str(self.nodes[1]),))
         mine = Partition(
             id=partition, device=device, profile="half", placement=place, incarnation="i",
@@ -323,6 +396,22 @@ def test_a_claims_node_without_the_claim_fails(place: Place) -> None:
         judged = place.judged()
         assert judged.verdict is Verdict.FAIL, judged
         assert f"has {place.nodes[0]}" in judged.observed
+
+
+@pytest.mark.host
+@needs_podman
+def test_a_claim_that_is_another_pods_is_not_had(place: Place) -> None:
+    """All that the claim's file gives, in a pod for which it is not reserved, is beside the claim.
+
+    The variable alone, which anyone can set, is neither a fault nor a container of the claim.
+    """
+    stranger = str(uuid.uuid4())
+    with place.container("--device", cdi.qualified(place.vendor, place.device.name), pod=stranger):
+        judged = place.judged()
+        assert judged.verdict is Verdict.FAIL, judged
+        assert f"has {place.nodes[0]}" in judged.observed
+    with place.container("--env", f"{claim_variable(place.uid)}=1", pod=stranger):
+        assert place.judged().verdict is Verdict.NOT_APPLICABLE
 
 
 @pytest.mark.host
