@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alloy_agent.conformance.gate.build import control_tier, library
 from alloy_agent.conformance.gate.freezer import Freezer
 from alloy_agent.conformance.gate.pages import (
     HEAD_BYTES,
@@ -464,18 +463,6 @@ def test_symbols_are_found_in_elf_files_only(bench: Bench, tmp_path: Path) -> No
     junk.write_bytes(b"\x7fELF\x02" + b"\xff" * 200)
     with pytest.raises(Exception, match="junk"):
         symbol_offset(junk, "x")
-
-
-def test_without_a_compiler_the_freezer_is_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The package works without a compiler and says which tier of control that leaves."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    tier, why = control_tier(tmp_path / "empty")
-    assert tier == "freezer"
-    assert "no C compiler" in why
-    with pytest.raises(UnsupportedError):
-        library(tmp_path / "empty")
 
 
 def test_sixty_four_tenants_have_pages_and_leases(bench: Bench) -> None:

@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alloy_agent.cli import main
+from alloy_agent.conformance.gate import build
 from alloy_agent.conformance.keeper import client, groups
 from alloy_agent.conformance.keeper.messages import Join
 from alloy_agent.conformance.keeper.names import device_name, tenant_name
@@ -188,6 +190,21 @@ def test_an_unknown_device_is_refused_without_an_agent(
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert nothing_was_made(folder)
+
+
+def test_without_a_compiler_no_tenant_shares_a_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host that has no gate and cannot build it refuses in one line, and makes no cgroup."""
+    monkeypatch.setattr(build, "BUNDLED", folder / "none")
+    monkeypatch.setenv("PATH", str(folder))
+    state = ("--state-dir", str(folder / "state"))
+    for role in ("--production", "--opportunistic"):
+        assert main([*state, "share", "run", role, "emulated", "--", "true"]) == 2
+        said = capsys.readouterr().err
+        assert "no C compiler: install gcc, or use an image or a package" in said
+        assert said.count("\n") == 1
+        assert nothing_was_made(folder)
 
 
 @pytest.mark.host

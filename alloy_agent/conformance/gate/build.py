@@ -3,7 +3,7 @@
 Images build at image build (`python -m alloy_agent.conformance.gate.build`) into the package, from
 where the first use copies to the state directory: tenants have to see it, and they do not see the
 image. Elsewhere the first use builds with the host's `cc`. Without a compiler and without a built
-library the neighbours of a shared device can only be frozen, which `control_tier` says.
+library no tenant shares a device: a neighbour that could only be frozen would not be governed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _compile(fresh: Path, name: str, *, emulated: bool) -> None:
     if compiler is None:
         raise UnsupportedError(
             f"{name} is not built and this host has no C compiler",
-            cure="install gcc, or use an image that brings the library; the freezer works without",
+            cure="install gcc, or use an image or a package that brings the library",
         )
     options = (*FLAGS, *(("-DALLOY_EMULATED",) if emulated else ()))
     made = subprocess.run(
@@ -68,15 +68,6 @@ def _compile(fresh: Path, name: str, *, emulated: bool) -> None:
     if made.returncode:
         first = (made.stderr.strip().splitlines() or ["no message"])[0]
         raise UnsupportedError(f"building {name} failed: {first}", cure=f"try {compiler} by hand")
-
-
-def control_tier(folder: Path) -> tuple[str, str]:
-    """Return how neighbours can be controlled on this host ("gate" or "freezer"), and why."""
-    try:
-        library(folder)
-    except (UnsupportedError, OSError) as exc:
-        return "freezer", str(exc)
-    return "gate", ""
 
 
 def main() -> int:
