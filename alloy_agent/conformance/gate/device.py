@@ -59,6 +59,9 @@ LEASE_S: Final = 0.05
 RENEW_S: Final = 0.02
 TICK_S: Final = 0.1
 REMEMBERED_S: Final = 5.0
+SPANS_MOST: Final = 4096  # busy spans that are remembered of a tenant; more of them are merged
+BURSTS_HZ: Final = 50_000.0  # a page that tells of more busy periods a second is made up
+BURSTS_SPARE: Final = 20_000.0  # all rings of a page at once, as on the first look, are fewer
 CLOCK_S: Final = 1.0  # between a process's first look at its clock and its slot
 UNTOLD_S: Final = 0.1  # work may go on for so long after a launch whose end is not told
 WINDOW_S: Final = 1.0
@@ -119,6 +122,9 @@ class _Tenant:
     slots: tuple[Slot, ...] = ()
     busy: list[tuple[float, float]] = field(default_factory=list)
     trouble: str = ""
+    made_up: str = ""  # why nothing on its page is believed any more
+    spare: float = BURSTS_SPARE  # busy periods that it may tell of before that is too many
+    spared_s: float = 0.0
     leased: bool = False
     added_s: float = 0.0  # its pages are younger than that; 0 where they were adopted
 
@@ -207,8 +213,16 @@ class SharedDevice:
         if self._freezer is not None and tenant.cgroup in self._freezer.frozen:
             self._freezer.thaw(tenant.cgroup)
         tenant.state.close()
+        if tenant.role == "production":
+            self._learn_anew()
         for suffix in ("state", "order"):
             (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
+
+    def _learn_anew(self) -> None:
+        """Forget what was learnt of a production tenant: nothing of it holds for the next one."""
+        self.state, self.audit = RateState(heard_s=self._clock()), AuditState()
+        self._window, self._clean = [], []
+        self._dead_slots = 0
 
     def _lead_to(self, state: Path) -> None:
         """Hard-link production's page to the one name that neighbours look for."""
@@ -328,18 +342,46 @@ class SharedDevice:
             tenant.slots = slots
             tenant.living.look()
             tenant.trouble = tenant.trouble or _clock_trouble(tenant, now_s)
-            for slot in slots:
-                bursts, missed = tenant.state.bursts(slot)
-                lost = lost or missed > 0
-                untold_s = 0.0 if _told(slot) else UNTOLD_S
-                tenant.busy += [(b.started_s, b.ended_s + untold_s) for b in bursts]
-                if slot.outstanding and tenant.living.has(slot.pid):
-                    tenant.busy.append((slot.busy_since_s, now_s))
-            tenant.busy = [span for span in tenant.busy if span[1] > now_s - REMEMBERED_S]
+            lost = self._busy_of(tenant, now_s) or lost
         sound = [t for t in self._neighbours() if not t.trouble]
         total_s = sum(s.device_s for t in sound for s in t.slots)
         self._lent = [(t, d) for t, d in self._lent if t > now_s - 10.0] + [(now_s, total_s)]
         return lost
+
+    def _busy_of(self, tenant: _Tenant, now_s: float) -> bool:
+        """Fetch when a neighbour was busy; return whether some of it was lost."""
+        lost = False
+        for slot in tenant.slots:
+            bursts, missed = self._fetch(tenant, slot)
+            lost = lost or missed
+            untold_s = 0.0 if _told(slot) else UNTOLD_S
+            tenant.busy += [(b.started_s, b.ended_s + untold_s) for b in bursts]
+            if slot.outstanding and tenant.living.has(slot.pid):
+                tenant.busy.append((min(slot.busy_since_s, now_s), now_s))
+        tenant.busy = merged(
+            [span for span in tenant.busy if span[1] > now_s - REMEMBERED_S], SPANS_MOST
+        )
+        tenant.trouble = tenant.trouble or tenant.made_up
+        return lost
+
+    def _fetch(self, tenant: _Tenant, slot: Slot) -> tuple[tuple[Burst, ...], bool]:
+        """Return a slot's new busy periods that make sense, and whether there are others.
+
+        Of a page that was found out once nothing more is believed, nor time spent on it.
+        """
+        if tenant.made_up:
+            return (), True
+        bursts, missed = tenant.state.bursts(slot)
+        now_s = self._clock()
+        spare = tenant.spare + (now_s - tenant.spared_s) * BURSTS_HZ
+        tenant.spare, tenant.spared_s = min(spare, BURSTS_SPARE) - len(bursts), now_s
+        first_s, last_s = slot.attached_ns * 1e-9 - CLOCK_S, now_s + CLOCK_S
+        sound = tuple(b for b in bursts if first_s <= b.idle_since_s and b.ended_s <= last_s)
+        if len(sound) < len(bursts):
+            tenant.made_up = f"process {slot.pid} tells of work at another time than it lives"
+        elif tenant.spare < 0.0:
+            tenant.made_up = "its page tells of more busy periods than a device can have"
+        return sound, missed > 0 or len(sound) < len(bursts)
 
     def _sample(self, now_s: float, lost: bool) -> RateSample:
         producer = self._producer()
@@ -359,8 +401,9 @@ class SharedDevice:
         spans = sorted((s for t in self._neighbours() for s in t.busy), key=itemgetter(1))
         ends = [end for _, end in spans]
         for slot in living:
-            fetched, missed = producer.state.bursts(slot)
-            bursts += [_marked(b, lost or missed > 0, spans, ends) for b in fetched]
+            fetched, missed = self._fetch(producer, slot)
+            bursts += [_marked(b, lost or missed, spans, ends) for b in fetched]
+        producer.trouble = producer.trouble or producer.made_up
         return RateSample(
             now_s=now_s,
             bursts=tuple(sorted(bursts, key=lambda b: b.ended_s)),
@@ -454,6 +497,21 @@ def _clock_trouble(tenant: _Tenant, now_s: float) -> str:
         if not tenant.added_s - CLOCK_S <= slot.attached_ns * 1e-9 <= now_s + CLOCK_S:
             return f"process {slot.pid} has a boot clock of its own (a time namespace?)"
     return ""
+
+
+def merged(spans: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """Return spans sorted, joined where they touch, and across gaps while there are too many."""
+    gap_s = 0.0
+    while True:
+        found: list[tuple[float, float]] = []
+        for begin_s, end_s in sorted(spans):
+            if found and begin_s <= found[-1][1] + gap_s:
+                found[-1] = (found[-1][0], max(found[-1][1], end_s))
+            else:
+                found.append((begin_s, end_s))
+        if len(found) <= most:
+            return found
+        gap_s, spans = max(2.0 * gap_s, 1e-5), found
 
 
 def _told(slot: Slot) -> bool:
