@@ -128,6 +128,8 @@ def lines_of(view: ShareView) -> list[str]:
         f" {100 * view.lent_ratio:.1f} % of the device is lent",
         f"  audit: {_verdict(view)}",
     ]
+    if view.not_in_force:
+        lines.append(f"  NOT IN FORCE: the agent's policy: {view.not_in_force}")
     if view.held or view.throttled:
         lines.append(f"  {view.held or f'windows are not comparable: {view.throttled}'}")
     lines.append(

@@ -552,6 +552,9 @@ class Daemon:
 
     def _handle(self, command: pb.BrainMessage) -> pb.Reply:
         """Do what changes only this node's books: leases, drains, shared devices."""
+        from alloy_agent.daemon.words import check_words
+
+        check_words(command)
         kind = command.WhichOneof("body")
         if kind in ("drain", "undrain") and self.telemetry is not None:
             from alloy_agent.daemon.draining import drain_reply, reaches_beyond

@@ -64,6 +64,7 @@ class _Kept:
     policy: Policy = field(default_factory=Policy)
     conditions: Conditions = field(default_factory=Conditions)
     told: set[str] = field(default_factory=set)  # tags of requests that the keeper has taken
+    refused: dict[str, str] = field(default_factory=dict)  # tags of those that it has not, and why
 
     def go_by(self, policy: Policy, conditions: Conditions) -> None:
         """Have the keeper told what is news of these."""
@@ -250,13 +251,21 @@ class Shares:
 
     @staticmethod
     def _tell(kept: _Kept, request: Request) -> bool:
+        """Return whether a keeper goes by a request now; one that it refuses is asked again."""
+        tag, why = str(request.__struct_config__.tag), ""
         try:
             client.ask(kept.folder, request)
         except OSError:  # it is not up yet
             return False
         except AlloyError as exc:
-            LOG.warning("keeper_refuses", extra={"device": kept.device, "reason": str(exc)})
-        return True
+            why = str(exc)
+        if why and why != kept.refused.get(tag):
+            fields = {"device": kept.device, "request": tag, "reason": why}
+            LOG.warning("keeper_refuses", extra=fields)
+        kept.refused[tag] = why
+        with contextlib.suppress(OSError):
+            client.tell_refused(kept.folder, "; ".join(filter(None, kept.refused.values())))
+        return not why
 
     def _start(self, kept: _Kept) -> None:
         kept.not_before_s = time.monotonic() + LOOK_EVERY_S  # where it cannot be started
@@ -271,7 +280,7 @@ class Shares:
             env=client.environment(),
             cwd=interpreter.FOLDER,
         )
-        kept.begun_s, kept.told = time.monotonic(), set()
+        kept.begun_s, kept.told, kept.refused = time.monotonic(), set(), {}
         if kept.process.stdout is not None:
             self._selector.register(kept.process.stdout, selectors.EVENT_READ, kept.device)
         LOG.info("keeper_started", extra={"device": kept.device, "pid": kept.process.pid})
@@ -289,6 +298,8 @@ class Shares:
         if code == os.EX_OK and not members.load(kept.folder):
             with self._lock:
                 self._kept.pop(kept.device, None)
+            with contextlib.suppress(OSError):
+                client.tell_refused(kept.folder, "")
             LOG.info("keeper_left", extra={"device": kept.device})
             return
         if code == os.EX_TEMPFAIL:  # a command's keeper has the device
@@ -331,7 +342,8 @@ def standing(view: ShareView | None) -> tuple[object, ...]:
         return ()
     tenants = tuple((t.name, t.role, t.partition, t.frozen, t.bypass) for t in view.tenants)
     told = tuple((t.name, t.watched.witnessed is None) for t in view.tenants)
-    return (view.stage == "blind", view.answer, view.held, view.throttled, tenants, told)
+    why = (view.held, view.throttled, view.not_in_force)
+    return (view.stage == "blind", view.answer, *why, tenants, told)
 
 
 def thaw_all(root: Path) -> tuple[str, ...]:

@@ -283,14 +283,17 @@ def test_the_brain_sets_a_policy_and_never_starts_a_tenant(share: Share) -> None
             "loss_budget_ratio": 0.04,
             "enabled": True,
         }
-        bad = pb.BrainMessage(
-            id="x", set_rate_policy=pb.SetRatePolicy(device=share.device, loss_budget_ratio=2.0)
-        )
-        call = client._stub.Command(bad)
-        reply = next(m.reply for m in call if m.WhichOneof("body") == "reply")
-        assert reply.status == pb.STATUS_REFUSED
-        assert reply.refusal == pb.REFUSAL_INVALID
-        assert reply.error.kind == "ConfigError"
+        for wish in (
+            pb.SetRatePolicy(device=share.device, loss_budget_ratio=2.0),
+            pb.SetRatePolicy(device=share.device, session="s" * 70_000),
+            pb.SetRatePolicy(device=share.device, session="a\nb"),
+        ):
+            call = client._stub.Command(pb.BrainMessage(id="x", set_rate_policy=wish))
+            reply = next(m.reply for m in call if m.WhichOneof("body") == "reply")
+            assert reply.status == pb.STATUS_REFUSED
+            assert reply.refusal == pb.REFUSAL_INVALID
+            assert reply.error.kind == "ConfigError"
+            assert len(reply.error.message) < 200
 
 
 def test_what_is_shown(share: Share) -> None:

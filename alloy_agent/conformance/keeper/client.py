@@ -30,6 +30,8 @@ ANSWER_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.05
 SOCKET_PATH_BYTES: Final = 107  # Source: unix(7), sun_path
 START_AGAIN_S: Final = 5.0
+REFUSED: Final = "policy.refused"  # beside `status.json`: the keeper cannot tell it
+REFUSED_BYTES: Final = 1024
 
 
 def folder_of(root: Path, device: str) -> Path:
@@ -117,13 +119,35 @@ def look(root: Path) -> Look:
         except (OSError, msgspec.MsgspecError):
             continue
         if 0.0 <= now_s - view.taken_at_s < STALE_S:
-            found.append(view)
+            why = refused(folder) if view.keeper == "agent" else ""
+            found.append(msgspec.structs.replace(view, not_in_force=why))
     return Look(tuple(found), closed)
 
 
 def views(root: Path) -> tuple[ShareView, ...]:
     """Return how every shared device stands that has a living keeper and may be read."""
     return look(root).views
+
+
+def refused(folder: Path) -> str:
+    """Return why the keeper of a device does not go by the agent's policy; empty: it does."""
+    try:
+        with (folder / REFUSED).open("rb") as stream:
+            raw = stream.read(REFUSED_BYTES)
+    except OSError:
+        return ""
+    return raw.decode("utf-8", "replace")
+
+
+def tell_refused(folder: Path, reason: str) -> None:
+    """Leave word that a keeper does not go by the agent's policy, or take it back."""
+    path = folder / REFUSED
+    if not reason:
+        path.unlink(missing_ok=True)
+        return
+    fresh = path.with_suffix(".fresh")
+    fresh.write_bytes(reason.encode("utf-8", "replace")[:REFUSED_BYTES])
+    fresh.replace(path)
 
 
 def _closed(path: Path) -> str:

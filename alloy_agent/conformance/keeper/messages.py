@@ -149,6 +149,7 @@ class ShareView(ShareStatus, frozen=True, kw_only=True):
     adopted: tuple[str, ...] = ()
     witness: WitnessCost = WitnessCost()
     history: History = History()
+    not_in_force: str = ""  # why its keeper does not go by a policy that the agent has
 
     @property
     def bypass(self) -> tuple[str, ...]:
