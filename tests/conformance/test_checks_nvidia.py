@@ -101,20 +101,27 @@ def test_throttling_matters_beside_a_co_tenant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "own", "expected"),
+    ("asked", "told", "own", "expected"),
     [
-        (40.0, None, Verdict.PASS),
-        (None, 30.0, Verdict.PASS),
-        (100.0, None, Verdict.FAIL),
-        (None, None, Verdict.FAIL),
+        (True, 40.0, None, Verdict.PASS),
+        (True, 40.0, 30.0, Verdict.PASS),
+        (True, 100.0, 30.0, Verdict.UNKNOWN),
+        (False, 40.0, None, Verdict.UNKNOWN),
+        (False, None, 30.0, Verdict.UNKNOWN),
+        (True, 100.0, None, Verdict.FAIL),
+        (False, 100.0, None, Verdict.FAIL),
+        (False, None, None, Verdict.FAIL),
     ],
 )
-def test_mps_is_judged_by_value(told: float | None, own: float | None, expected: Verdict) -> None:
-    """A variable that is present and says 100 % limits nothing."""
+def test_mps_is_judged_by_value(
+    asked: bool, told: float | None, own: float | None, expected: Verdict
+) -> None:
+    """100 % limits nothing; what only variables of processes say is no proof."""
     facts = {
         "mps.control": {
             "running": True,
             "pid": 9,
+            "asked": asked,
             "thread_percentage": told,
             "clients": [{"pid": 20, "thread_percentage": own}],
         }

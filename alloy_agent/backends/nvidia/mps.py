@@ -11,9 +11,12 @@ Rules that stay true in here:
 * Only this host's own program is run, and only while nobody but root or ourselves can change it:
   a process that calls itself a daemon never decides what runs.
 * An answer that is not exactly of the form expected is no answer.
+* A daemon is a process in the host's own namespaces of users, mounts and pids: root of a container
+  is nobody here, whatever it calls itself.
 * What a daemon of somebody else's claims is told with its user; it is never proof.
 
-Source: NVIDIA Multi-Process Service, "nvidia-cuda-mps-control" commands, "Environment Variables".
+Source: NVIDIA Multi-Process Service, "nvidia-cuda-mps-control" commands, "Environment Variables";
+namespaces(7).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from alloy_agent.host.clock import boottime_s
 CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
 PROGRAM: Final = "usr/bin/nvidia-cuda-mps-control"
+NAMESPACES: Final = ("user", "mnt", "pid")
 PIPES: Final = "/tmp/nvidia-mps"  # noqa: S108 - the vendor's default, not ours
 _COMM_MAX: Final = 15  # the kernel cuts names there; control and server then read the same
 PERCENTAGE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -75,10 +79,13 @@ class Answer(NamedTuple):
 
 
 def daemons(proc: Path) -> tuple[Control | None, tuple[int, ...]]:
-    """Return the control daemon, if any, and the pids of its servers; root's daemon first."""
+    """Return the control daemon, if any, and the pids of its servers; root's daemon first.
+
+    Only the host's own processes count, as process 1 tells what the host is.
+    """
     controls, servers = [], []
     for pid in pids(proc):
-        if name_of(proc, pid) != CONTROL[:_COMM_MAX]:
+        if name_of(proc, pid) != CONTROL[:_COMM_MAX] or not of_host(proc, pid):
             continue
         command = _command(proc, pid)
         if SERVER in command:
@@ -96,6 +103,17 @@ def daemons(proc: Path) -> tuple[Control | None, tuple[int, ...]]:
             )
     controls.sort(key=lambda control: (control.uid != 0, control.pid))
     return (controls[0] if controls else None), tuple(servers)
+
+
+def of_host(proc: Path, pid: int) -> bool:
+    """Whether a process is in the host's own namespaces; one that cannot be looked at is not."""
+    try:
+        return all(
+            os.readlink(proc / str(pid) / "ns" / kind) == os.readlink(proc / "1/ns" / kind)  # noqa: PTH115 - no path, a name
+            for kind in NAMESPACES
+        )
+    except OSError:
+        return False
 
 
 def thread_percentage(proc: Path, pid: int) -> float | None:

@@ -106,17 +106,20 @@ def _throttling(case: Case) -> Outcome:
 NO_DAEMON = "no MPS control daemon runs"
 
 
-def _limit(client: MpsClient, default: float | None) -> float:
-    """Return the percentage that a client is held to: the lowest of what it, or others, were told.
+def _given(client: MpsClient, default: float | None) -> float:
+    """Return the percentage that the daemon holds a client to.
 
     A server that runs already keeps the percentage it began with, so the daemon's default counts
     only where its server's is not known.
     """
     above = client.server_percentage if client.server_percentage is not None else default
-    return min(
-        100.0 if above is None else above,
-        100.0 if client.thread_percentage is None else client.thread_percentage,
-    )
+    return 100.0 if above is None else above
+
+
+def _limit(client: MpsClient, default: float | None) -> float:
+    """Return the lowest percentage that anyone says of a client, its own variables included."""
+    own = 100.0 if client.thread_percentage is None else client.thread_percentage
+    return min(_given(client, default), own)
 
 
 def _mps(case: Case) -> Outcome:
@@ -131,9 +134,15 @@ def _mps(case: Case) -> Outcome:
     ]
     if open_ended:
         return failed(expected, f"no limit for {named(open_ended)}", mps.reason)
+    if not mps.asked:
+        reason = f"variables of processes say so and nobody else: {mps.reason or 'not asked'}"
+        return Outcome(verdict=Verdict.UNKNOWN, expected=expected, reason=reason)
+    own_word = [f"process {c.pid}" for c in mps.clients if _given(c, mps.thread_percentage) >= 100]
+    if own_word:
+        reason = f"only its own variable limits {named(own_word)}, and it can take that back"
+        return Outcome(verdict=Verdict.UNKNOWN, expected=expected, reason=reason)
     told = "nothing" if mps.thread_percentage is None else f"{mps.thread_percentage:g} %"
-    how = "" if mps.asked else f"as its environment says; {mps.reason}"
-    return passed(expected, f"daemon {mps.pid} gives {told}, {len(mps.clients)} clients", how)
+    return passed(expected, f"daemon {mps.pid} gives {told}, {len(mps.clients)} clients")
 
 
 def _no_way_around(case: Case) -> Outcome:

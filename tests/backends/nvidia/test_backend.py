@@ -746,7 +746,9 @@ def process(host: NvidiaHost, pid: int, **how: Any) -> None:
     (place / "cmdline").write_bytes(how.get("cmdline", "python3").encode() + b"\0")
     environ = "\0".join(f"{k}={v}" for k, v in how.get("environ", {}).items())
     (place / "environ").write_bytes(environ.encode())
-    (place / "ns/mnt").symlink_to(f"mnt:[{how.get('namespace', 1)}]")
+    spaces = {"mnt": how.get("namespace", 1), "user": 1, "pid": 1, **how.get("namespaces", {})}
+    for kind, number in spaces.items():
+        (place / "ns" / kind).symlink_to(f"{kind}:[{number}]")
     for number, node in enumerate(["/dev/nvidiactl", *how.get("nodes", ())]):
         (place / "fd" / str(number)).symlink_to(node)
     for node in how.get("dev", ()):
@@ -813,6 +815,7 @@ def test_mps_is_judged_by_its_value(tmp_path: Path) -> None:
     """The daemon's percentage is read from its environment; absent stays absent."""
     host, ident = hosted(tmp_path)
     assert fact_of(host, ident, ident, "mps.control").value == {"running": False}
+    process(host, 1)
     process(
         host,
         9,

@@ -136,6 +136,7 @@ def test_a_daemon_that_is_gone_is_said_to_be(daemon: MpsDaemon, tmp_path: Path) 
 def test_roots_daemon_comes_first(tmp_path: Path) -> None:
     """A user's process of that name does not stand in for the host's daemon."""
     host, _ = hosted(tmp_path)
+    process(host, 1)
     for pid, uid in ((8, 1000), (CONTROL, 0)):
         process(host, pid, comm="nvidia-cuda-mps", cmdline="/usr/bin/nvidia-cuda-mps-control")
         status = host.root / f"proc/{pid}/status"
@@ -143,6 +144,24 @@ def test_roots_daemon_comes_first(tmp_path: Path) -> None:
     found, servers = daemons(host.root / "proc")
     assert found is not None
     assert (found.pid, found.uid, servers) == (CONTROL, 0, ())
+
+
+@pytest.mark.parametrize("kind", ["user", "mnt", "pid"])
+def test_root_of_a_container_is_no_daemon(kind: str, tmp_path: Path) -> None:
+    """Whoever is in another namespace than the host's is neither its daemon nor a server of it."""
+    host, _ = hosted(tmp_path)
+    process(host, 1)
+    for pid, name in ((8, "control"), (7, "server")):
+        command = f"/usr/bin/nvidia-cuda-mps-{name}"
+        spaces = {kind: 2}
+        process(host, pid, comm="nvidia-cuda-mps", cmdline=command, namespaces=spaces)
+        status = host.root / f"proc/{pid}/status"
+        status.write_text(status.read_text() + "Uid:\t0\t0\t0\t0\n")
+    assert daemons(host.root / "proc") == (None, ())
+    process(host, 99, comm="nvidia-cuda-mps", cmdline="/usr/bin/nvidia-cuda-mps-control")
+    found, _ = daemons(host.root / "proc")
+    assert found is not None
+    assert found.pid == 99
 
 
 def shared_with_mps(daemon: MpsDaemon, tmp_path: Path) -> tuple[NvidiaHost, Partition]:
@@ -155,6 +174,7 @@ def shared_with_mps(daemon: MpsDaemon, tmp_path: Path) -> tuple[NvidiaHost, Part
     (piece,) = host.backend.observe(ident).partitions
     Path(piece.access.cgroup_procs[0]).write_text(f"{CLIENT}\n{SERVER}\n")
     host.run(whole, pid=CLIENT)
+    process(host, 1)
     environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path / "pipes")}
     for pid, name in ((CONTROL, "control"), (SERVER, "server")):
         command = f"/usr/bin/nvidia-cuda-mps-{name}"
@@ -202,7 +222,7 @@ def test_ways_around_the_daemon_are_found(daemon: MpsDaemon, tmp_path: Path) -> 
 def test_without_an_answer_the_environment_is_told_as_such(
     daemon: MpsDaemon, tmp_path: Path
 ) -> None:
-    """Who cannot be asked is judged by what it was started with, and MPS-03 stays unknown."""
+    """Who cannot be asked proves nothing with what it was started with: unknown, or a failure."""
     host, piece = shared_with_mps(daemon, tmp_path)
     daemon.program.unlink()
     value = fact_of(host, piece.device, piece.device, "mps.control").value
