@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,7 @@ from alloy_agent.conformance.keeper.messages import (
     ShareView,
 )
 from alloy_agent.conformance.keeper.names import TenantName, device_name, tenant_name
+from alloy_agent.conformance.keeper.terms import BUDGET_LEAST, check_budget, check_process
 from alloy_agent.errors import BackendError, ConfigError
 from alloy_agent.host.cgroups import detect
 from alloy_agent.model import (
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
 EMULATED: Final = "emulated"
 POLICIES: Final = "share.policies"  # key of the store
-BUDGET_MOST: Final = 0.5
 ROLES: Final = {pb.SHARE_PRODUCTION: Share.PRODUCTION, pb.SHARE_OPPORTUNISTIC: Share.OPPORTUNISTIC}
 THROTTLE: Final = "alloy_device_throttle_seconds_total"
 THROTTLED_RATIO: Final = 0.01  # of the time; less moves no window by what a budget is about
@@ -77,6 +78,8 @@ def join_reply(node: Node, shares: Shares, command: pb.BrainMessage) -> pb.Reply
     if not wish.tenant or not wish.pid:
         raise ConfigError("join: a tenant has a name and a process", cure="give both")
     tenant_name(wish.tenant)  # before it is part of any path
+    check_process(wish.tenant, wish.pid, {1, os.getpid()})
+    check_budget(wish.loss_budget_ratio or None)
     document = _joined(node, shares, wish, role)
     return _document(command.id, document.schema, document)
 
@@ -217,11 +220,7 @@ def policy_reply(node: Node, command: pb.BrainMessage) -> pb.Reply:
         StoreError: It cannot be kept; nothing has changed.
     """
     wish = command.set_rate_policy
-    if not 0.0 <= wish.loss_budget_ratio <= BUDGET_MOST:
-        raise ConfigError(
-            f"rate policy of {wish.device}: loss budget {wish.loss_budget_ratio:g}",
-            cure=f"give a ratio above 0 and at most {BUDGET_MOST}, or 0 for the node's own",
-        )
+    check_budget(wish.loss_budget_ratio or None)  # 0: the node's own
     if wish.device != EMULATED:
         snapshot = node.observe()
         if all(device.id != wish.device for device in snapshot.devices):
@@ -263,9 +262,11 @@ def policies(stated: Mapping[str, Policy], claims: Iterable[ClaimRecord]) -> dic
             known = found.get(str(piece.device), Policy())
             # a budget of nothing cannot be kept: it means that no neighbour runs
             held = known.held or (
-                f"claim {claim.namespace}/{claim.name} allows no loss" if ratio <= 0.0 else ""
+                f"claim {claim.namespace}/{claim.name} allows no loss"
+                if ratio < BUDGET_LEAST
+                else ""
             )
-            stated_now = [r for r in (known.budget_ratio, ratio) if r]
+            stated_now = [r for r in (known.budget_ratio, ratio) if r and r >= BUDGET_LEAST]
             found[str(piece.device)] = Policy(budget_ratio=min(stated_now, default=None), held=held)
     return found
 

@@ -301,3 +301,26 @@ def test_no_code_is_taken_from_where_root_stands(shell: Shell, tmp_path: Path) -
     done = subprocess.run(argv, cwd=hostile, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not mark_of(hostile).exists()
+
+
+def test_a_keeper_that_stood_still_has_not_made_its_tenant_a_stranger(shell: Shell) -> None:
+    """A command whose first request is taken late asks again, and its program runs."""
+    shell.run("--opportunistic", "n", NEIGHBOUR)
+    assert eventually(lambda: shell.launched("n") > 20, WITHIN_S)
+    keeper = shell.keeper()
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        late = shell.run("--opportunistic", "late", NEIGHBOUR)
+        # it asks once more only after it has given its first request up
+        assert eventually(lambda: waiting(shell.device / "keeper.sock") >= 2, WITHIN_S)
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    assert eventually(lambda: shell.launched("late") > 20 or late.poll() is not None, WITHIN_S)
+    assert late.poll() is None
+
+
+def waiting(path: Path) -> int:
+    """Return how many connections to a socket of a stopped process nobody has accepted yet."""
+    lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+    fields = [line.split() for line in lines if line.endswith(f" {path}")]
+    return sum(1 for line in fields if line[5] != "01")

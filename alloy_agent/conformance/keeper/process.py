@@ -51,6 +51,7 @@ from alloy_agent.conformance.keeper.messages import (
     Watched,
 )
 from alloy_agent.conformance.keeper.names import tenant_name
+from alloy_agent.conformance.keeper.terms import check_budget, check_process
 from alloy_agent.conformance.keeper.watch import Subject, Watcher
 from alloy_agent.errors import AlloyError, ConfigError
 from alloy_agent.host.cgroups import Cgroup, detect
@@ -58,7 +59,6 @@ from alloy_agent.host.clock import boot_id, boottime_s
 
 ALONE_S: Final = 5.0
 LET_GO_S: Final = 0.5
-BUDGET_MOST: Final = 0.5
 
 
 class Keeper:
@@ -96,6 +96,7 @@ class Keeper:
         if self._emulator is not None:
             self._environment |= self._emulator.environment
         self._members: dict[str, Member] = {}
+        self._given: dict[str, dict[str, str]] = {}  # the environment that each was answered
         self._policy = Policy()
         self._adopted = self._adopt()
         self._leaving = False
@@ -197,11 +198,13 @@ class Keeper:
             ConfigError: It cannot be one.
         """
         tenant_name(request.name)
-        known = self._members.get(request.name)
+        check_process(request.name, request.pid, {os.getpid()})
+        known, member = self._members.get(request.name), members.member_of(request)
         if known is not None and self._is_there(known):
+            if known == member:  # its answer came too late for whoever asked, who asks again
+                return {**self._given[request.name], **self._environment}
             raise ConfigError(f"tenant {request.name} runs already", cure="give another --name")
-        _check_budget(request.budget_ratio)
-        member = members.member_of(request)
+        check_budget(request.budget_ratio)
         if not members.lives(member):
             raise ConfigError(f"tenant {request.name}: pid {request.pid} is gone")
         self._let_go()  # a production tenant that has ended must not keep the next one out
@@ -226,7 +229,7 @@ class Keeper:
             raise
 
     def _add(self, join: Join, *, adopt: bool) -> dict[str, str]:
-        return self.shared.add(
+        self._given[join.name] = given = self.shared.add(
             join.name,
             join.role,
             weight=join.weight,
@@ -236,6 +239,7 @@ class Keeper:
             group=self._group(join.cgroup),
             adopt=adopt,
         )
+        return given
 
     def _group(self, path: str) -> Path | None:
         """Return the folder of a tenant's cgroup, None where it has none."""
@@ -256,6 +260,7 @@ class Keeper:
         gone = [name for name, member in self._members.items() if not self._is_there(member)]
         for name in gone:
             self.shared.remove(name)
+            self._given.pop(name, None)
             self._clear(self._members.pop(name).join.cgroup)
         if gone:
             self._keep()
@@ -385,7 +390,7 @@ class Keeper:
             if isinstance(request, Join):
                 return Answer(environment=self._join(request))
             if isinstance(request, Policy):
-                _check_budget(request.budget_ratio)
+                check_budget(request.budget_ratio)
                 self._policy = request
                 self._limit()
             elif isinstance(request, Conditions):
@@ -398,13 +403,6 @@ class Keeper:
             return Answer(error=exc.message, cure=exc.cure)
         except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
             return Answer(error=f"no request: {exc}")
-
-
-def _check_budget(ratio: float | None) -> None:
-    if ratio is not None and not 0.0 < ratio <= BUDGET_MOST:
-        raise ConfigError(
-            f"loss budget {100 * ratio:g} %", cure=f"give more than 0 and at most {BUDGET_MOST:.0%}"
-        )
 
 
 def main(arguments: list[str]) -> int:
