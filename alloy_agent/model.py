@@ -393,9 +393,13 @@ Step = SetMode | Destroy | Create | Configure
 
 
 class Reset(Value, frozen=True, kw_only=True, tag="reset"):
-    """Reset one device that nobody is on. No plan has it: only an operator asks for it."""
+    """Reset one device that nobody is on. No plan has it: only an operator asks for it.
+
+    `only_ask`: do nothing, but refuse where this device is never reset.
+    """
 
     device: DeviceId
+    only_ask: bool = False
 
 
 DeviceStep = Step | Reset

@@ -397,6 +397,8 @@ def _nodes(arguments: argparse.Namespace) -> int:
     """Print the nodes."""
     with _client(arguments) as client:
         nodes = client.nodes(arguments.node, full=arguments.json and bool(arguments.node))
+        if arguments.node and not nodes:
+            return _no_node(arguments.node, client.nodes())
     if arguments.json:
         return _print_json("alloy.nodes/v1", *nodes, member="nodes")
     _table(
@@ -415,6 +417,13 @@ def _nodes(arguments: argparse.Namespace) -> int:
         ],
     )
     return 0
+
+
+def _no_node(name: str, nodes: Sequence[Any]) -> int:
+    """Say that there is no such node, and which there are."""
+    known = ", ".join(sorted(node.node for node in nodes)[:4]) or "none"
+    _say(f"NOT_FOUND: node {name}: known are {known}")
+    return 1
 
 
 def _leases(arguments: argparse.Namespace) -> int:

@@ -150,6 +150,14 @@ class Backend(Protocol):
 class Resettable(Protocol):
     """A backend that can reset a device. Its driver may refuse while anybody has it open."""
 
+    def refuse_reset(self, device: DeviceId) -> None:
+        """Do nothing, but refuse a device that is never reset.
+
+        Raises:
+            UnsupportedError: With what can be done instead.
+        """
+        ...
+
     def reset(self, device: DeviceId) -> None:
         """Reset the device; return once it is proved to be ready again.
 
@@ -166,9 +174,26 @@ def reset(backend: Backend, device: DeviceId) -> None:
     Raises:
         UnsupportedError: This backend resets nothing.
     """
-    if not isinstance(backend, Resettable):
+    _resettable(backend, device).reset(device)
+
+
+def refuse_reset(backend: Backend, device: DeviceId) -> None:
+    """Do nothing, but refuse a device that is never reset.
+
+    Raises:
+        UnsupportedError: This backend resets nothing, or not this device.
+    """
+    _resettable(backend, device).refuse_reset(device)
+
+
+def _resettable(backend: Backend, device: DeviceId) -> Resettable:
+    if isinstance(backend, Resettable):
+        return backend
+    if backend.name == "cpu":
         raise UnsupportedError(
-            f"{device}: the agent does not reset devices of {backend.name}",
-            cure="use the vendor's own tool while the device is drained",
+            f"{device}: CPUs are never reset", cure="restart the machine where they need it"
         )
-    backend.reset(device)
+    raise UnsupportedError(
+        f"{device}: the agent does not reset devices of {backend.name}",
+        cure="use the vendor's own tool while the device is drained",
+    )

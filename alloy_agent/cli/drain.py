@@ -115,9 +115,9 @@ def undo(arguments: Namespace) -> int:
     if arguments.json:
         output.write_json(document)
     else:
-        where = arguments.subject or "the node"
-        was = document["drain"] is not None
-        output.write(f"{where} takes new work again" if was else f"{where} was not drained")
+        drain = document["drain"]
+        where = (drain or {}).get("subject") or arguments.subject or "the node"
+        output.write(f"{where} takes new work again" if drain else f"{where} was not drained")
         output.flush()
     return 0
 
@@ -125,14 +125,15 @@ def undo(arguments: Namespace) -> int:
 def _daemon(arguments: Namespace) -> ControlClient:
     from alloy_agent.cli.sources import settings_of
     from alloy_agent.control import ControlClient
-    from alloy_agent.daemon.addresses import socket_of
+    from alloy_agent.daemon.addresses import command_line, socket_of
 
-    path = socket_of(settings_of(arguments))
+    settings = settings_of(arguments)
+    path = socket_of(settings)
     client = ControlClient.connect(path)
     if client is None:
         raise ConfigError(
-            f"{path}: no daemon listens there, and without one there is nothing to drain",
-            cure="start `alloy-agent run`",
+            f"{path}: no daemon listens there, and it is the daemon that keeps drains",
+            cure=f"start it: {command_line(settings, 'run')}",
         )
     return client
 

@@ -167,13 +167,17 @@ def _tenant_line(tenant: TenantView) -> str:
 
 def run_policy(arguments: Namespace) -> int:
     """Set what a shared device goes by; the agent keeps it."""
+    import json
+
     from alloy_agent.cli.sources import require_root
     from alloy_agent.proto import agent_pb2 as pb
 
     require_root("share policy")
     daemon = _daemon(arguments)
     if daemon is None:
-        raise ConfigError("share policy: no agent runs", cure="start `alloy-agent run`")
+        raise ConfigError(
+            "share policy: no agent runs", cure=f"start one: {_run_command(arguments)}"
+        )
     wish = pb.SetRatePolicy(
         device=arguments.device,
         loss_budget_ratio=_ratio(arguments.budget) or 0.0,
@@ -183,8 +187,6 @@ def run_policy(arguments: Namespace) -> int:
     with daemon:
         body = daemon.rate_policy(wish)
     if arguments.json:
-        import json
-
         output.write_json(json.loads(body))
         return 0
     from alloy_agent.conformance.rate import RateLimits
@@ -192,7 +194,8 @@ def run_policy(arguments: Namespace) -> int:
     own = f"{100 * RateLimits().budget_ratio:g} %, the node's own budget"
     budget = own if arguments.budget is None else f"{arguments.budget:g} %"
     held = "; no neighbour is let through" if arguments.hold else ""
-    output.write(f"{arguments.device}: production may lose {budget}{held}")
+    device = json.loads(body)["device"]
+    output.write(f"{device}: production may lose {budget}{held}")
     output.write("a smaller budget of a tenant or a claim on it holds while that is there")
     return 0
 
@@ -265,6 +268,14 @@ def _daemon(arguments: Namespace) -> RemoteNode | None:
     return find_daemon(settings, write=True)
 
 
+def _run_command(arguments: Namespace) -> str:
+    """Return how the agent of this command's state is started."""
+    from alloy_agent.cli.sources import settings_of
+    from alloy_agent.daemon.addresses import command_line
+
+    return command_line(settings_of(arguments), "run")
+
+
 def _role(arguments: Namespace) -> str:
     return "production" if arguments.production else "opportunistic"
 
@@ -299,11 +310,13 @@ def _join_alone(arguments: Namespace) -> JoinedDocument:
     from alloy_agent.conformance.keeper.messages import Join, JoinedDocument
     from alloy_agent.conformance.keeper.names import device_name, tenant_name
     from alloy_agent.daemon.addresses import share_root
+    from alloy_agent.daemon.admission import admit_alone
 
     settings = settings_of(arguments)
     root, device = share_root(settings), device_name(_device_alone(arguments))
     client.folder_of(root, device)  # is it too deep for sockets?
     name = tenant_name(_name(arguments))
+    admit_alone(settings, device, name)
     libraries = Path(settings.state_dir) / "lib"
     library(libraries)  # a host that cannot build it is told so before anything is made
     group, procs = _own_group(root, device, name) if arguments.opportunistic else ("", ())
@@ -344,7 +357,7 @@ def _device_alone(arguments: Namespace) -> str:
     if any(d.id == piece.device and d.simulated for d in snapshot.devices):
         raise ConfigError(
             "share run: simulated devices are shared through an agent alone",
-            cure="start `alloy-agent --fake ... run` first",
+            cure=f"start one first: {_run_command(arguments)}",
         )
     return str(piece.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,19 @@ def socket_of(settings: Settings) -> Path:
 def share_root(settings: Settings) -> Path:
     """Return the folder in which shared devices have their pages and keepers."""
     return socket_of(settings).absolute().parent / "share"
+
+
+def command_line(settings: Settings, *words: str) -> str:
+    """Return a command for people to type that reaches this agent, by its state directory.
+
+    `run` also names the simulated silicon.
+    """
+    given = []
+    if settings.state_dir != type(settings)().state_dir:
+        given = ["--state-dir", settings.state_dir]
+    if words[:1] == ("run",):
+        given += [word for fake in settings.fake for word in ("--fake", fake)]
+    return shlex.join(("alloy-agent", *given, *words))
 
 
 def may_answer(settings: Settings) -> bool:

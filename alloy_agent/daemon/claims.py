@@ -21,7 +21,7 @@ from alloy_agent.model import (
     Vendor,
     Verdict,
 )
-from alloy_agent.telemetry.drains import reached_by
+from alloy_agent.telemetry.drains import over, reached_by
 from alloy_agent.telemetry.health import Level
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ class Claims:
 
     def _refuse(self, subject: str) -> str:
         """Return why a device or the node takes no new claim: a drain, which outlives a restart."""
-        telemetry = self._daemon.telemetry
-        held = () if telemetry is None else telemetry.drains
-        found = next((o for o in held if o.subject == subject or o.scope is Scope.NODE), None)
+        node = self._daemon.node
+        held = node.drained()
+        found = over(held, subject, self._daemon.seen.snapshot or node.observe()) if held else None
         if found is None:
             return ""
         return f"{found.subject or 'the node'} is drained: {found.reason}"

@@ -83,7 +83,8 @@ def drain_reply(
         document = DrainDocument(drained=True, drain=drain, also=beyond(drain))
     else:
         back = command.undrain
-        document = DrainDocument(drained=False, drain=telemetry.undrain(back.subject, back.session))
+        undrained = telemetry.undrain(back.subject, back.session, look())
+        document = DrainDocument(drained=False, drain=undrained)
     return pb.Reply(
         command_id=command.id,
         status=pb.STATUS_OK,

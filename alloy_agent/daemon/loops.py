@@ -38,7 +38,7 @@ from alloy_agent.daemon.api import LayoutRequest
 from alloy_agent.daemon.documents import StatusDocument
 from alloy_agent.daemon.feed import Feed
 from alloy_agent.daemon.node import Node
-from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError
+from alloy_agent.errors import AlloyError, ConfigError, InvariantError, StoreError, StoreFullError
 from alloy_agent.host import clock, notify, priority
 from alloy_agent.model import (
     ApplyReport,
@@ -379,6 +379,7 @@ class Daemon:
         stack.callback(telemetry.close)
         self.feed.judge_by(Samples(telemetry).message, telemetry.draining)
         self.telemetry = telemetry
+        self.node.drains = lambda: telemetry.drains
         early, self._early = self._early, []
         for event in early:
             telemetry.event(event)
@@ -550,6 +551,23 @@ class Daemon:
         LOG.info("serving", extra={"what": "placement", "addresses": [brain.address]})
         return msgspec.structs.replace(self.settings.brain, address=brain.address)
 
+    def _drain(self, telemetry: Telemetry, command: pb.BrainMessage) -> pb.Reply:
+        """Drain or undrain; what cannot be kept is refused, and a full disk stops every change."""
+        from alloy_agent.daemon.draining import drain_reply, reaches_beyond
+
+        if self.node.degraded:
+            raise StoreError(f"no changes are made: {self.node.degraded}")
+        try:
+            return drain_reply(
+                telemetry,
+                command,
+                self.observe,
+                lambda drained: reaches_beyond(self.settings, drained),
+            )
+        except StoreFullError as exc:
+            self.node.degrade(str(exc), full=True)
+            raise
+
     def _handle(self, command: pb.BrainMessage) -> pb.Reply:
         """Do what changes only this node's books: leases, drains, shared devices."""
         from alloy_agent.daemon.words import check_words
@@ -557,14 +575,7 @@ class Daemon:
         check_words(command)
         kind = command.WhichOneof("body")
         if kind in ("drain", "undrain") and self.telemetry is not None:
-            from alloy_agent.daemon.draining import drain_reply, reaches_beyond
-
-            return drain_reply(
-                self.telemetry,
-                command,
-                self.observe,
-                lambda drained: reaches_beyond(self.settings, drained),
-            )
+            return self._drain(self.telemetry, command)
         if kind in ("join", "set_rate_policy") and not self.node.degraded:
             from alloy_agent.daemon.sharing import join_reply, policy_reply
 
@@ -829,6 +840,7 @@ class Daemon:
 
     def _view(self) -> View:
         """Return the node as a lease command sees it: fresh, since a grant rests on generations."""
+        from alloy_agent.daemon import admission
         from alloy_agent.leases import View
 
         snapshot = self.node.observe()
@@ -837,6 +849,7 @@ class Daemon:
             now_s=clock.boottime_s(),
             boot_id=snapshot.boot_id,
             generations={p.id: p.generation for p in snapshot.partitions if p.id not in claimed},
+            blocked=admission.blocked(self.node.drained(), snapshot),
             standalone=self.settings.brain.address is None,
         )
 

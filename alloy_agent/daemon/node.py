@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from alloy_agent.observer import Observer
     from alloy_agent.reconciler import Reconciler
     from alloy_agent.store import Store
+    from alloy_agent.telemetry.drains import Drains
 
 LOG = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ DEFAULT_TENANT = "local"
 NOWHERE = "/nonexistent/alloy"  # read-only, a state directory that is not there is an empty one
 
 
-class Node:
 class _Unknown:
     """The generations for whom the books are closed: none is known, and 0 says so."""
 
@@ -86,6 +86,7 @@ class _Unknown:
         return 0
 
 
+class Node:
     """One node. Methods may be called from any thread.
 
     Args:
@@ -115,9 +116,10 @@ class _Unknown:
         self._write = write
         self._sample = sample
         self._lenient = lenient
-        self._salvage = salvage
         self._books_closed = False  # to this user: generations, makers and tenants are not known
+        self._salvage = salvage
         self._evidence: EvidenceLog | None = None
+        self.drains: Callable[[], Drains] | None = None  # a daemon's; else what the store keeps
         self._changing = threading.RLock()
         worker_settings = WorkerSettings(
             rate_hz=settings.sampler.rate_hz,
@@ -353,10 +355,11 @@ class _Unknown:
         """Bind a tenant, and its process, to a partition; return how to be inside of it.
 
         Raises:
-            ConfigError: There is no such partition, or another tenant is in it.
+            ConfigError: There is no such partition, another tenant is in it, or it is drained and
+                the tenant is not in it yet.
             BackendError: The kernel refused the fence of its device nodes.
         """
-        from alloy_agent.daemon import documents, fencing
+        from alloy_agent.daemon import admission, documents, fencing
         from alloy_agent.planner.names import find_group
         from alloy_agent.store import Binding
 
@@ -365,6 +368,7 @@ class _Unknown:
             snapshot = self.observe()
             members = find_group(partition, snapshot.partitions)
             found, name = members[0], _tenant(members, tenant)
+            admission.admit(self, members, name, snapshot)
             started, occupant = _start_ticks(pid), _occupant(pid)
             device = next(d for d in snapshot.devices if d.id == found.device)
             entered = found
@@ -393,6 +397,12 @@ class _Unknown:
             fence=fence.path,
             notes=fence.notes,
         )
+
+    def drained(self) -> Drains:
+        """Return what takes no new tenant by somebody's word."""
+        from alloy_agent.daemon import admission
+
+        return admission.kept(self.store) if self.drains is None else self.drains()
 
     def occupied(self) -> frozenset[PartitionId]:
         """Return the partitions that a process is inside of now."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from alloy_agent.errors import BackendError, ConfigError, DeviceBusyError
+from alloy_agent.daemon.addresses import command_line
+from alloy_agent.errors import BackendError, DeviceBusyError
 from alloy_agent.model import DeviceId, Reset, Value
+from alloy_agent.planner.names import find_device
 
 if TYPE_CHECKING:
     from alloy_agent.daemon.node import Node
@@ -31,18 +33,17 @@ def reset_device(node: Node, name: str) -> ResetDocument:
 
     Raises:
         ConfigError: There is no such device.
+        UnsupportedError: This device is never reset; nothing was done.
         DeviceBusyError: A lease, a claim, a tenant or a process has it; nothing was done.
-        BackendError: It failed, or this backend resets nothing.
+        BackendError: It failed.
     """
     from alloy_agent.host import clock
 
     snapshot = node.observe()
-    device = next((d for d in snapshot.devices if d.id == name), None)
-    if device is None:
-        known = ", ".join(d.id for d in snapshot.devices[:8]) or "none"
-        raise ConfigError(f"reset {name}: no such device", cure=f"devices here are {known}")
-    _refuse_held(node, device.id, snapshot)
+    device = find_device(name, snapshot.devices)
     worker = next(w for w in node.workers if w.name == device.backend)
+    worker.apply(Reset(device=device.id, only_ask=True), DEADLINE_S)  # before anyone is sent away
+    _refuse_held(node, device.id, snapshot)
     LOG.warning("reset_begins", extra={"device": device.id})
     began_s = clock.boottime_s()
     worker.quiesce(device.id)
@@ -68,7 +69,8 @@ def _refuse_held(node: Node, device: DeviceId, snapshot: Snapshot) -> None:
     held |= {p.id: f"tenant {p.tenant} is in it" for p in pieces if p.tenant is not None}
     if held:
         why = "; ".join(f"{name}: {cause}" for name, cause in sorted(held.items())[:4])
+        drain = ("drain", str(device), "--wait", "600")
         raise DeviceBusyError(
             f"reset {device}: {why}",
-            cure=f"drain it first: alloy-agent drain {device} --wait 600",
+            cure=f"drain it first: {command_line(node.settings, *drain)}",
         )

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -27,11 +27,13 @@ from alloy_agent.conformance.keeper.messages import (
 )
 from alloy_agent.conformance.keeper.names import TenantName, device_name, tenant_name
 from alloy_agent.conformance.keeper.terms import BUDGET_LEAST, check_budget, check_process
+from alloy_agent.daemon import admission
 from alloy_agent.errors import BackendError, ConfigError
 from alloy_agent.host.cgroups import detect
 from alloy_agent.model import (
     Access,
     Partition,
+    PartitionId,
     Quality,
     Share,
     Signal,
@@ -87,9 +89,15 @@ def join_reply(node: Node, shares: Shares, command: pb.BrainMessage) -> pb.Reply
 def _joined(node: Node, shares: Shares, wish: pb.Join, role: Share) -> JoinedDocument:
     """Have the keeper take a tenant in, then bind it: it is governed before anyone judges it."""
     if wish.subject == EMULATED:
+        views = (view for view in shares.views() if view.device == EMULATED)
+        inside = [one.name for view in views for one in view.tenants]
+        admission.admit_to(node, EMULATED, wish.tenant, inside)
         return _enter(shares, wish, role, EMULATED, "", Access())
     with shares.joining:  # two tenants must not choose one free share
-        piece = piece_for(wish.subject, role, node.observe())
+        snapshot = node.observe()
+        blocked = admission.blocked(node.drained(), snapshot)
+        piece = piece_for(wish.subject, role, snapshot, blocked)
+        admission.admit(node, (piece,), wish.tenant, snapshot)
         entered = _enter(shares, wish, role, piece.device, str(piece.id), piece.access)
         document = node.access(piece.id, wish.tenant, wish.pid)
     return msgspec.structs.replace(
@@ -134,8 +142,12 @@ def _enter(  # noqa: PLR0913, PLR0917 - what a tenant and its place are
     )
 
 
-def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
+def piece_for(
+    subject: str, role: Share, snapshot: Snapshot, blocked: Container[PartitionId] = ()
+) -> Partition:
     """Return the shared partition that a tenant means: that one, or a free one of a device.
+
+    One of those that take nothing new is the last choice.
 
     Raises:
         ConfigError: There is none.
@@ -159,7 +171,7 @@ def piece_for(subject: str, role: Share, snapshot: Snapshot) -> Partition:
                 f"{device}: every {role.value} share is held by {held}",
                 cure="end a tenant, or apply a layout with more shares",
             )
-        return free[0]
+        return min(free, key=lambda piece: piece.id in blocked)
     piece = _partition(subject, snapshot)
     if piece.share is not role:
         raise ConfigError(
@@ -221,25 +233,27 @@ def policy_reply(node: Node, command: pb.BrainMessage) -> pb.Reply:
     """
     wish = command.set_rate_policy
     check_budget(wish.loss_budget_ratio or None)  # 0: the node's own
-    if wish.device != EMULATED:
+    name = wish.device
+    if name != EMULATED:
+        from alloy_agent.planner.names import find_device
+
         snapshot = node.observe()
-        if all(device.id != wish.device for device in snapshot.devices):
-            raise ConfigError(f"no device {wish.device}", cure="see `alloy-agent devices`")
-        pieces = [p for p in snapshot.partitions if p.device == wish.device]
+        name = str(find_device(name, snapshot.devices).id)
+        pieces = [p for p in snapshot.partitions if p.device == name]
         if all(piece.share is Share.EXCLUSIVE for piece in pieces):
-            raise ConfigError(f"{wish.device} is not shared", cure="apply a layout with shares")
+            raise ConfigError(f"{name} is not shared", cure="apply a layout with shares")
     whose = f" by {wish.session}" if wish.session else ""
     policy = Policy(
         budget_ratio=wish.loss_budget_ratio or None,
         held="" if wish.enabled else f"a rate policy{whose} holds the neighbours",
     )
-    policies = {**stated_policies(node), wish.device: policy}
+    policies = {**stated_policies(node), name: policy}
     if policy == Policy():
-        del policies[wish.device]
+        del policies[name]
     text = json.dumps(msgspec.to_builtins(policies), sort_keys=True)
     node.store.set_meta(POLICIES, text)
     document = PolicyDocument(
-        device=wish.device, loss_budget_ratio=policy.budget_ratio, enabled=wish.enabled
+        device=name, loss_budget_ratio=policy.budget_ratio, enabled=wish.enabled
     )
     return _document(command.id, document.schema, document)
 

@@ -8,10 +8,15 @@ the boot clock, and over a boot on the wall clock, which is all there is then.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from alloy_agent.errors import ConfigError, StaleTokenError
 from alloy_agent.model import Scope, Snapshot, Value
+from alloy_agent.planner.names import find_subject
+
+META: Final = "health"  # where the store keeps them, beside the health of devices
 
 
 class Drained(Value, frozen=True, kw_only=True):
@@ -37,26 +42,6 @@ class Drained(Value, frozen=True, kw_only=True):
 
 
 Drains = tuple[Drained, ...]
-
-
-def scope_of(subject: str, snapshot: Snapshot) -> Scope:
-    """Return what a subject is.
-
-    Raises:
-        ConfigError: There is nothing of that name.
-    """
-    if not subject:
-        return Scope.NODE
-    if any(device.id == subject for device in snapshot.devices):
-        return Scope.DEVICE
-    if any(partition.id == subject for partition in snapshot.partitions):
-        return Scope.PARTITION
-    if any(device.hive == subject for device in snapshot.devices):
-        return Scope.HIVE
-    raise ConfigError(
-        f"drain {subject}: no device, partition or hive of that name",
-        cure="see 'alloy-agent devices'; an empty subject is the node",
-    )
 
 
 def reached(subject: str, scope: Scope, snapshot: Snapshot) -> tuple[str, ...]:
@@ -88,7 +73,8 @@ def drained(  # noqa: PLR0913, PLR0917 - the fields of a drain
 
     Args:
         drains: What holds already.
-        subject: A partition, a device, a hive, or empty for the node.
+        subject: A partition, a device, a hive, as much of its name as is unique, or empty for the
+            node.
         session: Whose drain it is; empty: a new one is made up.
         reason: For people.
         snapshot: Where the subject is looked for.
@@ -99,6 +85,7 @@ def drained(  # noqa: PLR0913, PLR0917 - the fields of a drain
         ConfigError: There is nothing of that name.
         StaleTokenError: It is drained already, by another session.
     """
+    scope, subject = _meant("drain", drains, subject, snapshot)
     held = next((d for d in drains if d.subject == subject), None)
     if held is not None:
         if session and held.session != session:
@@ -111,7 +98,6 @@ def drained(  # noqa: PLR0913, PLR0917 - the fields of a drain
             return drains, held
         moved = msgspec.structs.replace(held, until_s=ends[0], until_wall_s=ends[1])
         return tuple(moved if d is held else d for d in drains), moved
-    scope = scope_of(subject, snapshot)
     tenants = {str(p.id): p.tenant for p in snapshot.partitions}
     takes = tuple(
         f"{partition} (tenant {tenants[partition]})" if tenants[partition] else partition
@@ -156,8 +142,29 @@ def over_boot(drains: Drains, now_s: float, wall_s: float) -> Drains:
     )
 
 
+def meant(verb: str, drains: Drains, subject: str, snapshot: Snapshot) -> str:
+    """Return the whole name of what a person means to drain or undrain.
+
+    What is drained is known by its whole name also when the node has it no more.
+
+    Raises:
+        ConfigError: There is nothing of that name, or several begin with it.
+    """
+    return _meant(verb, drains, subject, snapshot)[1]
+
+
+def _meant(verb: str, drains: Drains, subject: str, snapshot: Snapshot) -> tuple[Scope, str]:
+    held = next((d for d in drains if d.subject == subject), None)
+    if held is not None:
+        return held.scope, held.subject
+    try:
+        return find_subject(subject, snapshot.devices, snapshot.partitions)
+    except ConfigError as exc:
+        raise ConfigError(f"{verb} {exc.message}", cure=exc.cure) from exc
+
+
 def undrained(drains: Drains, subject: str, session: str) -> tuple[Drains, Drained | None]:
-    """Return the drains without one, and that one; None: it was not drained.
+    """Return the drains without one (named in full), and that one; None: it was not drained.
 
     Raises:
         StaleTokenError: Another session has drained it.
@@ -173,17 +180,30 @@ def undrained(drains: Drains, subject: str, session: str) -> tuple[Drains, Drain
     return tuple(d for d in drains if d is not held), held
 
 
-def why(drains: Drains, subject: str, snapshot: Snapshot) -> str:
-    """Return why a partition or device takes nothing new; "" when it may."""
+def over(drains: Drains, subject: str, snapshot: Snapshot) -> Drained | None:
+    """Return the drain by which a partition or device takes nothing new; None: it may.
+
+    An empty subject asks for the node as a whole.
+    """
     for drain in drains:
         if drain.subject == subject or drain.scope is Scope.NODE:
-            return f"drained ({drain.session}): {drain.reason}"
+            return drain
         if drain.scope in (Scope.DEVICE, Scope.HIVE) and (
             subject in reached(drain.subject, drain.scope, snapshot)
             or any(d.id == subject and d.hive == drain.subject for d in snapshot.devices)
         ):
-            return f"drained with its {drain.scope} ({drain.session}): {drain.reason}"
-    return ""
+            return drain
+    return None
+
+
+def why(drains: Drains, subject: str, snapshot: Snapshot) -> str:
+    """Return why a partition or device takes nothing new; "" when it may."""
+    drain = over(drains, subject, snapshot)
+    if drain is None:
+        return ""
+    own = drain.subject == subject or drain.scope is Scope.NODE
+    where = "" if own else f" with its {drain.scope}"
+    return f"drained{where} ({drain.session}): {drain.reason}"
 
 
 def reached_by(drain: Drained, snapshot: Snapshot) -> tuple[str, ...]:
@@ -196,3 +216,34 @@ def reached_by(drain: Drained, snapshot: Snapshot) -> tuple[str, ...]:
         if drain.scope is Scope.NODE or drain.subject in (d.id, d.hive)
     )
     return (*devices, *reached(drain.subject, drain.scope, snapshot))
+
+
+class _Saved(msgspec.Struct):
+    boot_id: str
+
+
+class _Health(msgspec.Struct):
+    saved: _Saved
+
+
+class _Kept(msgspec.Struct):
+    """Of what is kept under `META`, as much as drains need."""
+
+    health: _Health
+    drains: Drains = ()
+
+
+def kept(text: str | None, boot_id: str, now_s: float, wall_s: float) -> Drains:
+    """Return the drains that hold by what the store keeps; none where that cannot be read.
+
+    A daemon begins anew then too, and says so.
+    """
+    if not text:
+        return ()
+    try:
+        found = msgspec.json.decode(text, type=_Kept)
+    except msgspec.MsgspecError:
+        return ()
+    same_boot = found.health.saved.boot_id == boot_id
+    held = found.drains if same_boot else over_boot(found.drains, now_s, wall_s)
+    return lapsed(held, now_s)[0]

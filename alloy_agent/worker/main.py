@@ -436,11 +436,11 @@ def _open_backend(start: wire.Start) -> Backend:
 
 
 def _apply(backend: Backend, step: DeviceStep) -> None:
-    from alloy_agent.backends.base import reset
+    from alloy_agent.backends.base import refuse_reset, reset
     from alloy_agent.model import Reset
 
     if isinstance(step, Reset):
-        reset(backend, step.device)
+        (refuse_reset if step.only_ask else reset)(backend, step.device)
     else:
         backend.apply(step)
 

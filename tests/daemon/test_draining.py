@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,13 @@ def test_whatever_is_said_is_one_line_in_the_log(text: str) -> None:
 
 # --- the hook -------------------------------------------------------------------------------------
 
+MIG = """
+version: v1
+layouts:
+  a:
+    - match: {vendor: nvidia}
+      mig: [3g.40gb, 3g.40gb]
+"""
 NODE = drain("", "driver update", "night")
 GPU = drain()
 
@@ -304,3 +312,51 @@ def test_a_span_that_is_none_is_refused(site: Site) -> None:
             assert done.returncode == 2
             assert done.stderr.startswith(f"alloy-agent: --for {span}: ")
         assert "was not drained" in site.run("undrain").stdout
+
+
+def test_what_is_drained_takes_no_new_tenant_with_an_agent_and_without(
+    site: Site, tmp_path: Path
+) -> None:
+    """Who is inside may start more; anybody else is refused in one line, until it is undrained."""
+    layout = tmp_path / "layout.yaml"
+    layout.write_text(MIG)
+    assert site.run("apply", str(layout), "--yes").returncode == 0
+    first, second = (piece["id"] for piece in site.partitions())
+    gpu = first.partition("/")[0]
+    short = gpu[:12]
+    with subprocess.Popen(
+        site.command("exec", first, "--tenant", "old", "--", "sleep", "600"), env=site.environment
+    ) as old:
+        try:
+            comm = Path(f"/proc/{old.pid}/comm")
+            wait_for("the tenant", lambda: comm.read_text().strip() == "sleep")
+            with daemon(site) as running:
+                assert site.run("drain", short, "--reason", "fan", "--for", "2h").returncode == 0
+                _refused(site, gpu, first, second)
+                nowhere = site.run("undrain", "nope")
+                assert nowhere.returncode == 2
+                assert "no device, partition or hive of that name" in nowhere.stderr
+                running.kill()
+            _refused(site, gpu, first, second)
+            alone = site.run("undrain", short)
+            assert alone.returncode == 2
+            assert f"alloy-agent --state-dir {site.state} " in alone.stderr
+            with daemon(site):
+                assert f"{gpu} takes new work again" in site.run("undrain", short).stdout
+                assert site.run("exec", second, "--tenant", "new", "--", "true").returncode == 0
+        finally:
+            old.kill()
+
+
+def _refused(site: Site, drained: str, mine: str, other: str) -> None:
+    """Check that the tenant inside may start more, and that a new one is told who drained it."""
+    assert site.run("exec", mine, "--tenant", "old", "--", "true").returncode == 0
+    done = site.run("exec", other, "--tenant", "new", "--", "true")
+    assert done.returncode == 125
+    assert done.stderr.count("\n") == 1
+    assert f"{drained} is drained by session operator, until 20" in done.stderr
+    assert ": fan: take it back with " in done.stderr
+    assert f"undrain {drained}' or wait until then" in done.stderr
+    hook = site.run("slurm", "prolog", SLURM_JOB_ID="7", SLURM_JOB_GPUS="0")
+    assert hook.returncode == 2
+    assert "is drained by session operator" in hook.stderr

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alloy_agent.errors import ConfigError
-from alloy_agent.model import DeviceId, Partition, PartitionId, Placement
-from alloy_agent.planner.names import find_partition, short_names, shortened
+from alloy_agent.model import DeviceId, Partition, PartitionId, Placement, Scope
+from alloy_agent.planner.names import (
+    find_device,
+    find_partition,
+    find_subject,
+    short_names,
+    shortened,
+)
 
 FIRST = "GPU-29f7be15-b41a-57ec-8e9d-406335e59932"
 SECOND = "GPU-f332bf8f-ed65-5c76-9fdb-a4c369c33d12"
@@ -50,6 +58,8 @@ PIECES = (
         ("cpu-node1/1c@1", 3),  # whole, though another one begins with it
         ("cpu-node1/1c@10", 4),
         ("cpu-node/1c@1", 3),
+        (f"{SECOND}/1g", 2),
+        ("GPU-f332bf8f/1g", 2),
     ],
 )
 def test_a_beginning_that_names_one_is_enough(name: str, found: int) -> None:
@@ -62,6 +72,8 @@ def test_a_beginning_that_names_one_is_enough(name: str, found: int) -> None:
     [
         ("GPU-", f"begins the names of {FIRST}/1g.10gb@2, {FIRST}/1g.10gb@3, {SECOND}"),
         ("GPU-/1g.10gb@2", "begins the names of"),
+        ("GPU-29f7be15/1g", "begins the names of"),
+        ("GPU-29f7be15/2g", "none of this id"),
         ("MIG-aaaa", "write more of it"),
         ("cpu-node1/1c@1#2", "is at generation 1, not 2"),
         ("1g.10gb@2", "none of this id"),
@@ -75,6 +87,58 @@ def test_what_names_none_or_several_is_refused(name: str, words: str) -> None:
     """The refusal names candidates or what looks like it; a generation that is over is none."""
     with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
         find_partition(name, PIECES)
+
+
+class Board(NamedTuple):
+    """A device as far as its name goes."""
+
+    id: DeviceId
+    hive: str | None = None
+
+
+BOARDS = (
+    Board(DeviceId(FIRST), "hive-0"),
+    Board(DeviceId(SECOND), "hive-0"),
+    Board(DeviceId("cpu-node1")),
+    Board(DeviceId("cpu-node10")),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "found"),
+    [
+        ("", Scope.NODE, ""),
+        (FIRST, Scope.DEVICE, FIRST),
+        ("GPU-29f7be15", Scope.DEVICE, FIRST),
+        ("cpu-node1", Scope.DEVICE, "cpu-node1"),
+        ("hive", Scope.HIVE, "hive-0"),
+        ("GPU-f332bf8f/1g", Scope.PARTITION, f"{SECOND}/1g.10gb@2"),
+        ("MIG-bbbb-1", Scope.PARTITION, f"{SECOND}/1g.10gb@2"),
+        ("cpu-node1/1c@1", Scope.PARTITION, "cpu-node1/1c@1"),
+    ],
+)
+def test_a_subject_is_a_device_a_partition_or_a_hive(name: str, scope: Scope, found: str) -> None:
+    """Whole names win, beginnings that fit one thing are enough, and nothing is the node."""
+    assert find_subject(name, BOARDS, PIECES) == (scope, found)
+    if scope is Scope.DEVICE:
+        assert find_device(name, BOARDS).id == found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope", "nope: no device, partition or hive of that name"),
+        ("GPU-", "begins the names of"),
+        ("GPU-29f7be15/1g", "begins the names of"),
+    ],
+)
+def test_a_subject_that_is_none_or_several_is_refused(name: str, words: str) -> None:
+    """One line says whether nothing or too much is meant."""
+    with pytest.raises(ConfigError, match=words):
+        find_subject(name, BOARDS, PIECES)
+    if "/" not in name:
+        with pytest.raises(ConfigError, match=r"no such device|begins the names of"):
+            find_device(name, BOARDS)
 
 
 def test_short_names_stay_unique() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from alloy_agent.daemon.telemetry import HealthChange, Hooks, Telemetry
+from alloy_agent.errors import StoreFullError
 from alloy_agent.host import clock
 from alloy_agent.model import (
     Condition,
@@ -179,6 +180,30 @@ def test_a_restart_takes_up_health_and_drains(store: Store) -> None:
     second.tick(piece())
     assert second.gate(GPU, "health") is GateState.CLOSED
     assert second.gate(PIECE, "drain") is GateState.CLOSED
+
+
+def test_what_cannot_be_kept_is_not_promised(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain or its end that the store refuses changes nothing in memory, and tells nobody."""
+    world = World(store)
+    world.tick(piece())
+    world.telemetry.event(fault("xid:62"))
+    seen = snapshot(piece(), now_s=clock.boottime_s())
+    (held, health) = (world.telemetry.drains, dict(world.telemetry.health))
+
+    def full(*_: object, **__: object) -> None:
+        raise StoreFullError("no space is left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "set_meta", full)
+        world.pushes = 0
+        with pytest.raises(StoreFullError):
+            world.telemetry.drain(GPU, "s1", "work", seen)
+        with pytest.raises(StoreFullError):
+            world.telemetry.undrain(GPU, "", seen)
+        assert (world.telemetry.drains, world.telemetry.health) == (held, health)
+        assert world.pushes == 0
+    world.telemetry.drain(GPU, "s1", "work", seen)
+    assert [drain.subject for drain in World(store).telemetry.drains] == [GPU]
 
 
 def test_damaged_health_is_said_and_does_not_stop_the_agent(

@@ -142,12 +142,19 @@ class FakeBackend:
             else:
                 self._configure(step)
 
+    def refuse_reset(self, device: DeviceId) -> None:
+        """Refuse what the agent resets on no host: it has no more to offer for a simulated one."""
+        vendor = _vendor(self.machine, device)
+        if vendor is not Vendor.NEURON:
+            raise UnsupportedError(
+                f"{device}: the agent does not reset devices of {vendor}",
+                cure="it is simulated: load its drivers again, which resets all of them, "
+                "see 'python -m alloy_agent.silicon --help'",
+            )
+
     def reset(self, device: DeviceId) -> None:
         """Reset a Neuron device that nobody holds, as its driver would."""
-        if _vendor(self.machine, device) is not Vendor.NEURON:
-            raise UnsupportedError(
-                f"{device}: this simulated device is not reset", cure="restart the agent"
-            )
+        self.refuse_reset(device)
         with translated(device):
             held = self.machine.holders(device)
             if held:

@@ -21,7 +21,7 @@ from alloy_agent.backends.neuron.monitor import Monitor, Report
 from alloy_agent.backends.neuron.occupancy import Occupant, occupants, place_of
 from alloy_agent.backends.neuron.options import NeuronOptions
 from alloy_agent.backends.neuron.record import Contents, DeviceRecord, Grant, Record
-from alloy_agent.backends.neuron.reset import reset_device
+from alloy_agent.backends.neuron.reset import reset_device, reset_file
 from alloy_agent.backends.neuron.signals import Sampler, columns
 from alloy_agent.backends.neuron.tree import DeviceTree, NeuronTree, read_attribute, whole_number
 from alloy_agent.errors import (
@@ -384,6 +384,10 @@ class NeuronBackend:
             return msgspec.structs.replace(record, grants=grants)
 
         self._record.change(step.device, update)
+
+    def refuse_reset(self, device: DeviceId) -> None:
+        """Refuse a device whose driver has no reset."""
+        reset_file(self._board(device)[1])
 
     def reset(self, device: DeviceId) -> None:
         """Reset the device through the driver; return once it is proved to be ready again."""

@@ -34,6 +34,18 @@ class _Count(Value, frozen=True, kw_only=True):
     failed: tuple[int | None, ...]
 
 
+def reset_file(tree: DeviceTree) -> str:
+    """Return the file by which the driver resets a device.
+
+    Raises:
+        UnsupportedError: This driver has none.
+    """
+    path = tree.place("reset")
+    if path is None:
+        raise UnsupportedError(f"neuron{tree.number}: this driver has no reset", cure=RELOAD)
+    return path
+
+
 def reset_device(
     tree: DeviceTree,
     cores: int,
@@ -55,9 +67,7 @@ def reset_device(
         DeviceBusyError: Somebody has the node open; nothing was done, or the driver ignored it.
         BackendError: It failed, or whether it happened cannot be told.
     """
-    path = tree.place("reset")
-    if path is None:
-        raise UnsupportedError(f"neuron{tree.number}: this driver has no reset", cure=RELOAD)
+    path = reset_file(tree)
     _refuse_holders(tree, holders)
     before, began_s = _count(tree, cores), time.monotonic()
     _write(path)

@@ -12,8 +12,9 @@ Rules that stay true in here:
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 SAVE_EVERY_S: Final = 5.0
-META: Final = "health"
+META: Final = drains.META
 PROBES: Final = {
     "probe_stalled": "probe:stalled",
     "lost": "probe:lost",
@@ -122,8 +123,12 @@ class HealthBook:
         self.devices = {str(h.device): h for h in health.restored(kept.health, now)}
         return kept.kernel_sequence if same_boot else None
 
-    def save(self) -> None:
-        """Keep everything as it is."""
+    def keep(self) -> None:
+        """Keep everything as it is.
+
+        Raises:
+            StoreError: It is not kept.
+        """
         if self._store is None:
             return
         kept = _Kept(
@@ -137,11 +142,34 @@ class HealthBook:
         )
         try:
             self._store.set_meta(META, msgspec.json.encode(kept).decode())
-            self._dirty = False
-            self._saved_s = clock.boottime_s()
         except StoreError as exc:
             self.save_failures += 1
             LOG.warning("health_not_kept", extra={"reason": str(exc)})
+            raise
+        self._dirty = False
+        self._saved_s = clock.boottime_s()
+
+    def save(self) -> None:
+        """Keep everything as it is, or say that it was not; it is tried again while it matters."""
+        with contextlib.suppress(StoreError):
+            self.keep()
+
+    @contextlib.contextmanager
+    def promised(self) -> Iterator[None]:
+        """Change drains and health so that they are kept, or not at all.
+
+        Raises:
+            StoreError: It could not be kept; nothing has changed, in memory either.
+        """
+        before = self.drains, dict(self.devices)
+        yield
+        if (self.drains, self.devices) == before:
+            return
+        try:
+            self.keep()
+        except StoreError:
+            self.drains, self.devices = before
+            raise
 
     def save_if_due(self, now_s: float) -> None:
         """Keep what has changed, at most every five seconds."""

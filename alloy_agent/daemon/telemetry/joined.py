@@ -253,14 +253,15 @@ class Telemetry:
         Raises:
             ConfigError: There is nothing of that name.
             StaleTokenError: Another session has drained it.
+            StoreError: It cannot be kept, so it is not done.
         """
         with self.lock:
             self._snapshot = snapshot
             before = self.drains
-            self.book.drains, drained = drains.drained(
-                before, subject, session, reason, snapshot, clock.boottime_s(), ttl_s
-            )
-            self.book.save()
+            with self.book.promised():
+                self.book.drains, drained = drains.drained(
+                    before, subject, session, reason, snapshot, clock.boottime_s(), ttl_s
+                )
             self._judge(clock.boottime_s())
         if self.drains is not before:
             LOG.warning(
@@ -278,20 +279,23 @@ class Telemetry:
             self._hooks.gates()
         return drained
 
-    def undrain(self, subject: str, session: str) -> Drained | None:
+    def undrain(self, subject: str, session: str, snapshot: Snapshot) -> Drained | None:
         """Allow new work again; an operator's word for a device also ends its faults.
 
         Raises:
+            ConfigError: There is nothing of that name.
             StaleTokenError: Another session has drained it, or the quarantine's is another.
+            StoreError: It cannot be kept, so it is not done.
         """
         with self.lock:
-            self._seen()
+            if subject not in self.health:  # of a device that is gone, too
+                subject = drains.meant("undrain", self.drains, subject, snapshot)
             left, was = drains.undrained(self.drains, subject, session)
             known = self.health.get(subject)
-            if known is not None and (was is None or not session):
-                self.book.take_back(subject, session)
-            self.book.drains = left
-            self.book.save()
+            with self.book.promised():
+                if known is not None and (was is None or not session):
+                    self.book.take_back(subject, session)
+                self.book.drains = left
             self._judge(clock.boottime_s())
             after = self.health.get(subject)
         LOG.warning("undrained", extra={"subject": subject or "node", "session": session})
