@@ -126,3 +126,45 @@ def test_a_disk_that_fills_up_meanwhile_stops_changes_until_there_is_room(
     finally:
         if daemon.process.poll() is None:
             daemon.kill()
+
+
+def test_a_drain_that_cannot_be_kept_is_refused(disk: Path, tmp_path: Path) -> None:
+    """Nothing is acknowledged that a restart would forget: neither a drain nor its end.
+
+    What held goes on to hold, `/readyz` says why, and all of it works once there is room.
+    """
+    site = site_on(disk, tmp_path)
+    site.environment["ALLOY_SOCKET_PATH"] = str(tmp_path / "agent.sock")
+    (device,) = site.document("devices", "--json")["devices"]
+    daemon = DaemonProcess(site)
+    held = ["node: early"]
+
+    def drains() -> list[str]:
+        return list(site.document("top", "--json")["drains"])
+
+    try:
+        daemon.ready()
+        assert site.run("drain", "--reason", "early").returncode == 0
+        filler = fill(disk)
+        # without room, and then because nothing is changed any more
+        for words in (["drain", device["id"], "--reason", "late"], ["undrain"]) * 2:
+            refused = site.run(*words)
+            assert refused.returncode != 0, words
+            assert "no space is left" in refused.stderr
+            assert refused.stderr.count("\n") == 1
+            assert drains() == held
+        status, body = daemon.get("readyz")
+        assert (status, "no space is left" in body) == (503, True)
+        daemon.kill()
+        filler.unlink()
+        daemon = DaemonProcess(site).ready()
+        assert daemon.get("readyz")[0] == 200
+        assert drains() == held
+        assert site.run("undrain").returncode == 0
+        assert site.run("drain", device["id"], "--reason", "late").returncode == 0
+        daemon.kill()
+        daemon = DaemonProcess(site).ready()
+        assert drains() == [f"{device['id']}: late"]
+    finally:
+        if daemon.process.poll() is None:
+            daemon.kill()
