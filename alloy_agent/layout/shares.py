@@ -93,9 +93,11 @@ def _mask(entry: Entry, shared: Shared, device: Device) -> tuple[int, int] | Non
     lent = shared.cu_mask * shared.opportunistic
     each = (device.compute_units or 0) // max(1, device.slices)
     if each and lent >= each:
+        most = (each - 1) // max(1, shared.opportunistic)
+        finer = f"at most {each - 1} of them: its CUs cannot be shared more finely"
         raise ConfigError(
             f"{entry.at('shared')}: shared.cu_mask: {shared.opportunistic} opportunistic shares of "
             f"{shared.cu_mask} CUs leave production none of the {each} of each {device.slice_name}",
-            cure=f"give at most {max(0, each - 1) // max(1, shared.opportunistic)}",
+            cure=f"give at most {most}" if most else f"give opportunistic shares, {finer}",
         )
     return shared.cu_mask, shared.opportunistic

@@ -194,9 +194,10 @@ REGIONS = {f"drm/0000:{bus}:00.0/vram0": 192 << 30 for bus in ("05", "15")}
 
 def shares(**keys: str | int) -> str:
     """Return the layout that shares every device."""
-    wanted = ", ".join(f"{key}: {value}" for key, value in keys.items())
+    counts = {"production": 1, "opportunistic": 2}
+    wanted = ", ".join(f"{key}: {value}" for key, value in {**counts, **keys}.items())
     head = "version: v1\nlayouts:\n  lent:\n    - match: {vendor: amd}\n      shared:"
-    return f"{head} {{production: 1, opportunistic: 2, {wanted}}}\n"
+    return f"{head} {{{wanted}}}\n"
 
 
 def masks(rooms: Rooms) -> list[frozenset[int]]:
@@ -284,6 +285,7 @@ def test_shares_roll_back_at_each_failing_write(failing: int, tmp_path: Path) ->
     ("keys", "why"),
     [
         ({"cu_mask": 19}, "leave production none"),
+        ({"cu_mask": 37, "opportunistic": 64}, "cannot be shared more finely"),
         ({"production_memory": "200GiB"}, "more than"),
         ({"opportunistic_memory": "1MiB"}, "too few"),
         ({"opportunistic_memory": "lots"}, "lots"),
