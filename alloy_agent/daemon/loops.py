@@ -379,6 +379,7 @@ class Daemon:
         stack.callback(telemetry.close)
         self.feed.judge_by(Samples(telemetry).message, telemetry.draining)
         self.telemetry = telemetry
+        self.node.drains = lambda: telemetry.drains
         early, self._early = self._early, []
         for event in early:
             telemetry.event(event)
@@ -839,6 +840,7 @@ class Daemon:
 
     def _view(self) -> View:
         """Return the node as a lease command sees it: fresh, since a grant rests on generations."""
+        from alloy_agent.daemon import admission
         from alloy_agent.leases import View
 
         snapshot = self.node.observe()
@@ -847,6 +849,7 @@ class Daemon:
             now_s=clock.boottime_s(),
             boot_id=snapshot.boot_id,
             generations={p.id: p.generation for p in snapshot.partitions if p.id not in claimed},
+            blocked=admission.blocked(self.node.drained(), snapshot),
             standalone=self.settings.brain.address is None,
         )
 

@@ -198,6 +198,8 @@ def test_what_cannot_be_kept_is_not_promised(store: Store, monkeypatch: pytest.M
         world.pushes = 0
         with pytest.raises(StoreFullError):
             world.telemetry.drain(GPU, "s1", "work", seen)
+        with pytest.raises(StoreFullError):
+            world.telemetry.undrain(GPU, "", seen)
         assert (world.telemetry.drains, world.telemetry.health) == (held, health)
         assert world.pushes == 0
     world.telemetry.drain(GPU, "s1", "work", seen)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 SAVE_EVERY_S: Final = 5.0
-META: Final = "health"
+META: Final = drains.META
 PROBES: Final = {
     "probe_stalled": "probe:stalled",
     "lost": "probe:lost",

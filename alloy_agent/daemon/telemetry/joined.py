@@ -279,15 +279,17 @@ class Telemetry:
             self._hooks.gates()
         return drained
 
-    def undrain(self, subject: str, session: str) -> Drained | None:
+    def undrain(self, subject: str, session: str, snapshot: Snapshot) -> Drained | None:
         """Allow new work again; an operator's word for a device also ends its faults.
 
         Raises:
+            ConfigError: There is nothing of that name.
             StaleTokenError: Another session has drained it, or the quarantine's is another.
             StoreError: It cannot be kept, so it is not done.
         """
         with self.lock:
-            self._seen()
+            if subject not in self.health:  # of a device that is gone, too
+                subject = drains.meant("undrain", self.drains, subject, snapshot)
             left, was = drains.undrained(self.drains, subject, session)
             known = self.health.get(subject)
             with self.book.promised():
