@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from alloy_agent.errors import ConfigError, StaleTokenError
@@ -100,3 +101,25 @@ def test_what_a_drain_reaches_now() -> None:
     ):
         (made,), _ = drains.drained((), subject, "s1", "work", NODE, 5.0)
         assert set(drains.reached_by(made, NODE)) == reached
+
+
+def test_what_the_store_keeps_is_read_without_the_rest_of_telemetry() -> None:
+    """Drains hold as they were kept, less those that have ended; what cannot be read is none."""
+    held, _ = drains.drained((), "GPU-0", "s1", "work", NODE, 5.0, 600.0)
+    held, _ = drains.drained(held, "", "s2", "work", NODE, 5.0)
+    book = {"health": {"saved": {"boot_id": "b", "now_s": 5.0, "wall_s": 1.0}}, "drains": held}
+    text = msgspec.json.encode(book).decode()
+    assert drains.kept(text, "b", 6.0, 2.0) == held
+    assert drains.kept(text, "b", 606.0, 602.0) == held[1:]
+    for damaged in (None, "", "{}", "no json"):
+        assert drains.kept(damaged, "b", 6.0, 2.0) == ()
+
+
+def test_a_drain_is_named_as_a_device_is() -> None:
+    """A beginning that is unique is enough; what is drained outlasts its subject."""
+    held, made = drains.drained((), "GPU-0/1g@1", "s1", "work", NODE, 5.0)
+    gone = snapshot(piece("GPU-1/1g@0"), devices=(device("GPU-1"),))
+    assert drains.meant("undrain", held, "GPU-0/1g@1", gone) == made.subject
+    assert drains.meant("undrain", held, "GPU-1/1", gone) == "GPU-1/1g@0"
+    with pytest.raises(ConfigError, match="undrain nope: no device, partition or hive"):
+        drains.meant("undrain", held, "nope", gone)
