@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alloy_agent.conformance.gate.device import SharedDevice, TenantStatus, merged
+from alloy_agent.conformance.gate.pages import STATE_BYTES, OrderPage, StatePage
 from alloy_agent.conformance.rate import RateState
 from alloy_agent.conformance.sequential import AuditState
+from alloy_agent.errors import BackendError
 from tests.rate.conftest import PRODUCTION, Bench, controlled, eventually
 
 # all rings of the page told anew in each look: of work far ahead, or of more than there can be
@@ -94,3 +103,72 @@ def test_a_verdict_ends_with_its_production_tenant(bench: Bench) -> None:
     found = shared.status()
     assert (found.answer, found.windows) == ("undecided", 0)
     assert found.e_value <= 1.0
+
+
+@pytest.fixture
+def small() -> Iterator[Path]:
+    """A tmpfs of two megabytes, which ends with the test."""
+    if os.geteuid():
+        pytest.skip("needs root for a file system of its own")
+    with tempfile.TemporaryDirectory() as folder:
+        mount = ["/usr/bin/mount", "-t", "tmpfs", "-o", "size=2m", "alloy-test", folder]
+        subprocess.run(mount, check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["/usr/bin/umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.host
+def test_a_full_file_system_is_an_error_in_one_line(small: Path) -> None:
+    """Where a page has no room it is not made; with room again, all goes on."""
+    shared = SharedDevice("emulated", small / "share")
+    theirs = shared.add("n", "opportunistic")
+    state = Path(theirs["ALLOY_GATE_STATE"])
+    with state.open("r+b") as page, pytest.raises(OSError, match="No space"):
+        os.posix_fallocate(page.fileno(), 0, 4 << 20)
+    os.truncate(state, 4 << 20)
+    with (small / "rest").open("wb", buffering=0) as rest, contextlib.suppress(OSError):
+        while rest.write(bytes(1 << 12)):
+            pass
+    with pytest.raises(BackendError, match="No space") as told:
+        shared.add("m", "opportunistic")
+    assert str(small) in (told.value.cure or "")
+    assert not (small / "share" / "m.state").exists()
+    shared.tick()
+    assert neighbour(shared).trouble == "its page was made longer"
+    assert not neighbour(shared).leased
+    found = StatePage(state)
+    assert found.mend() == "its page was made longer"
+    assert state.stat().st_size == STATE_BYTES
+    assert found.mend() == ""
+    found.close()
+    shared.remove("n")
+    (small / "rest").unlink()
+    shared.add("m", "opportunistic")
+    shared.tick()
+    assert neighbours_leased(shared) == {"m"}
+    shared.close()
+
+
+def neighbours_leased(shared: SharedDevice) -> set[str]:
+    return {t.name for t in shared.status().tenants if t.leased}
+
+
+def test_a_page_of_another_length_is_not_mapped(tmp_path: Path) -> None:
+    """An order page that was cut short is refused, not mapped: reading it would end the process."""
+    path = tmp_path / "n.order"
+    OrderPage(path, "opportunistic").close()
+    os.truncate(path, 16)
+    with pytest.raises(BackendError, match="is no page"):
+        OrderPage(path, "opportunistic", adopt=True)
+
+
+def test_production_that_makes_its_page_longer_is_cut_back(bench: Bench) -> None:
+    """Production's page gets its length back at the next look, and goes on."""
+    shared = bench.share()
+    ours = shared.add("p", "production")
+    state = Path(ours["ALLOY_GATE_STATE"])
+    os.truncate(state, 2 * STATE_BYTES)
+    shared.tick()
+    assert state.stat().st_size == STATE_BYTES

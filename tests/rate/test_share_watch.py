@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from alloy_agent.conformance.gate.pages import make_state
+from alloy_agent.conformance.gate.pages import STATE_BYTES, make_state
 from alloy_agent.conformance.keeper.messages import Watched
 from alloy_agent.conformance.keeper.watch import Subject, Watcher
 from alloy_agent.host.cgroups import Cgroup, detect
@@ -59,8 +59,10 @@ class Bench:
     def seen(self) -> Watched:
         return self.watcher.seen.get("n", Watched())
 
-    def launches(self, library: Path) -> None:
-        argv = [sys.executable, "-c", LAUNCHING, str(library), str(self.place / "cgroup.procs")]
+    def launches(self, library: Path, below: str) -> None:
+        place = self.place / below
+        place.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-c", LAUNCHING, str(library), str(place / "cgroup.procs")]
         self.started.append(subprocess.Popen(argv))
 
     def close(self) -> None:
@@ -71,10 +73,11 @@ class Bench:
         assert eventually(self._removed, WITHIN_S)
 
     def _removed(self) -> bool:
-        try:
-            self.place.rmdir()
-        except OSError:
-            return not self.place.exists()
+        for folder, _, _ in os.walk(self.place, topdown=False):
+            try:
+                Path(folder).rmdir()
+            except OSError:
+                return not self.place.exists()
         return True
 
 
@@ -88,13 +91,17 @@ def watched(libraries: tuple[Path, Path]) -> Iterator[Bench]:
         made.close()
 
 
-def test_a_foreign_library_is_probed_for_a_window(watched: Bench) -> None:
-    """Launches of a library that is not ours are counted for a window, and the probes go again."""
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_a_foreign_library_is_probed_for_a_window(watched: Bench, below: str) -> None:
+    """Launches of a library that is not ours are counted for a window, and the probes go again.
+
+    So they are from a cgroup that the tenant made below its own.
+    """
     source, library = watched.folder / "foreign.c", watched.folder / "libcuda.so.1"
     source.write_text(FOREIGN, encoding="ascii")
     options = ["-O2", "-fPIC", "-shared", "-fcf-protection=none"]
     subprocess.run(["/usr/bin/cc", *options, str(source), "-o", str(library)], check=True)
-    watched.launches(library)
+    watched.launches(library, below)
     assert eventually(lambda: bool(watched.seen().unmapped_pids), WITHIN_S)
     lacks = ("no uprobe events", "counting calls of")
     assert eventually(
@@ -131,6 +138,17 @@ def test_a_page_that_is_replaced_or_opened_is_trouble(watched: Bench) -> None:
     assert eventually(lambda: "was replaced" in watched.seen().page_trouble, WITHIN_S)
     watched.page.unlink()
     assert eventually(lambda: "is gone" in watched.seen().page_trouble, WITHIN_S)
+
+
+def test_a_page_that_grew_is_cut_back_and_remembered(watched: Bench) -> None:
+    """A page that its tenant made longer gets its length back; what it did stays known."""
+    assert eventually(lambda: watched.seen().looked, WITHIN_S)
+    os.truncate(watched.page, 1 << 30)
+    assert eventually(lambda: "made longer" in watched.seen().page_trouble, WITHIN_S)
+    assert watched.page.stat().st_size == STATE_BYTES
+    os.truncate(watched.page, 1 << 30)
+    assert eventually(lambda: watched.page.stat().st_size == STATE_BYTES, WITHIN_S)
+    assert "made longer" in watched.seen().page_trouble
 
 
 def test_what_is_written_beside_the_loop_is_written_in_order(watched: Bench) -> None:

@@ -190,7 +190,12 @@ class SharedDevice:
         state, order = self._folder / f"{name}.state", self._folder / f"{name}.order"
         if not adopt:
             make_state(state, os.getuid() if uid is None else uid, -1)
-        page = OrderPage(order, role, adopt=adopt)
+        try:
+            page = OrderPage(order, role, adopt=adopt)
+        except AlloyError:
+            if not adopt:
+                state.unlink()
+            raise
         living = Living(state, pid, group)
         tenant = _Tenant(name, role, weight, cgroup, StatePage(state), page, living)
         tenant.added_s = 0.0 if adopt else self._clock()
@@ -351,6 +356,8 @@ class SharedDevice:
     def _busy_of(self, tenant: _Tenant, now_s: float) -> bool:
         """Fetch when a neighbour was busy; return whether some of it was lost."""
         lost = False
+        if tenant.state.grown():
+            tenant.made_up = tenant.made_up or "its page was made longer"
         for slot in tenant.slots:
             bursts, missed = self._fetch(tenant, slot)
             lost = lost or missed
@@ -393,6 +400,7 @@ class SharedDevice:
                 alive = any(producer.living.has(s.pid) for s in producer.slots)
             return RateSample(now_s=now_s, alive=alive, comparable=not self.throttled)
         producer.slots = slots
+        producer.state.mend()
         producer.living.look()
         producer.trouble = _clock_trouble(producer, now_s)
         living = [s for s in slots if producer.living.has(s.pid)]
@@ -423,7 +431,7 @@ class SharedDevice:
         for tenant in self._neighbours():
             if not tenant.cgroup:
                 continue
-            with contextlib.suppress(AlloyError):
+            with contextlib.suppress(AlloyError, OSError):  # OSError: no room for the note
                 if self.state.freeze or tenant.trouble:
                     self._freezer.freeze(tenant.cgroup)
                 elif tenant.cgroup in self._freezer.frozen:

@@ -7,6 +7,7 @@ Rules that stay true in here:
 
 * One writer a page. The agent opens a tenant's state read-only.
 * An order without a lease that lies ahead stops the neighbour; a fresh order has none.
+* Every byte that is mapped here has its room: a full file system is an error, not a signal.
 * A reader of nonsense gets "nothing readable", never numbers.
 """
 
@@ -21,6 +22,7 @@ from typing import Final
 
 from alloy_agent.conformance.baseline import Burst
 from alloy_agent.conformance.rate import GateOrder
+from alloy_agent.errors import BackendError
 from alloy_agent.model import Value
 
 MAGIC: Final = 0x315447594F4C4C41
@@ -136,6 +138,23 @@ class StatePage:
         """Let go of the file."""
         os.close(self._file)
 
+    def grown(self) -> bool:
+        """Whether the file was made longer than a page is."""
+        return os.fstat(self._file).st_size > STATE_BYTES
+
+    def mend(self) -> str:
+        """Cut a longer file back; return what was wrong with its length, or nothing."""
+        if os.fstat(self._file).st_size < STATE_BYTES:
+            return "its page was cut short"
+        if not self.grown():
+            return ""
+        handle = os.open(f"/proc/self/fd/{self._file}", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.ftruncate(handle, STATE_BYTES)
+        finally:
+            os.close(handle)
+        return "its page was made longer"
+
     def slots(self) -> tuple[Slot, ...] | None:
         """Return the processes on the page, or None where it makes no sense.
 
@@ -170,6 +189,11 @@ class StatePage:
         return tuple(found), first - before
 
 
+def no_room(path: Path, exc: OSError) -> BackendError:
+    """Return the error of a file of a share that cannot be written."""
+    return BackendError(f"{path}: {exc.strerror}", cure=f"make room in {path.parent}")
+
+
 def make_state(path: Path, uid: int, gid: int) -> None:
     """Make a tenant's state page, which the tenant alone may write."""
     page = _make(path, STATE_BYTES, 0o644)
@@ -181,19 +205,29 @@ def make_state(path: Path, uid: int, gid: int) -> None:
 def _make(path: Path, size: int, mode: int) -> mmap.mmap:
     """Return a mapping of a fresh file; an old one of that name goes, whoever still has it."""
     path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    handle = -1
     try:
-        os.ftruncate(handle, size)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        os.posix_fallocate(handle, 0, size)
         return mmap.mmap(handle, size)
+    except OSError as exc:
+        path.unlink(missing_ok=True)
+        raise no_room(path, exc) from exc
     finally:
-        os.close(handle)
+        if handle >= 0:
+            os.close(handle)
 
 
 def _open(path: Path, size: int) -> mmap.mmap:
     """Return a mapping of a file that is there already."""
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
+        if os.fstat(handle).st_size != size:
+            raise BackendError(f"{path} is no page", cure="start the tenant again")
+        os.posix_fallocate(handle, 0, size)
         return mmap.mmap(handle, size)
+    except OSError as exc:
+        raise no_room(path, exc) from exc
     finally:
         os.close(handle)
 

@@ -6,11 +6,11 @@ The file lies on `/run`, as the pages do: it ends with the boot, and so do the t
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import msgspec
 
+from alloy_agent.conformance.gate.pages import no_room
 from alloy_agent.conformance.keeper.messages import Join
 from alloy_agent.host.processes import start_ticks
 from alloy_agent.model import Value
@@ -36,15 +36,20 @@ def lives(member: Member) -> bool:
 
 
 def save(folder: Path, members: tuple[Member, ...]) -> None:
-    """Put the tenants on disk, whole."""
+    """Put the tenants on disk, whole.
+
+    Raises:
+        BackendError: There is no room for them; what was there before stays.
+    """
     path = folder / FILE
     fresh = path.with_suffix(".fresh")
-    handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        os.write(handle, msgspec.json.encode(members))
-    finally:
-        os.close(handle)
-    fresh.replace(path)
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(msgspec.json.encode(members))
+        fresh.replace(path)
+    except OSError as exc:
+        fresh.unlink(missing_ok=True)
+        raise no_room(path, exc) from exc
 
 
 def load(folder: Path) -> tuple[Member, ...]:

@@ -30,6 +30,7 @@ from typing import Final
 import msgspec
 
 from alloy_agent.conformance.gate.entries import LAUNCHES
+from alloy_agent.conformance.gate.living import pids_below
 from alloy_agent.conformance.gate.pages import StatePage
 from alloy_agent.conformance.gate.witness import Witness, symbol_offsets
 from alloy_agent.conformance.keeper.messages import Watched, WitnessCost, counts_differ
@@ -42,6 +43,7 @@ WINDOW_S: Final = 0.5
 WINDOW_EVERY_S: Final = 30.0
 MAPS_EVERY_S: Final = 10.0
 MAPS_GROWN_S: Final = 2.0  # where the process's size changed: it may have loaded something
+CGROUPS_MOST: Final = 1024  # of one tenant: who makes more of them hides in them
 SPAN_S: Final = 10.0  # over which a slow trickle around the gate adds up
 DRIVERS: Final = ("libcuda.so", "libamdhip64.so", "liballoyemu.so")
 GATE: Final = "liballoygate.so"
@@ -130,6 +132,8 @@ class _Watch:
     maps: Maps
     tally: _Tally | None = None
     inode: int = 0
+    misshapen: str = ""  # what was once wrong with the page's length
+    whole: bool = True  # all of its processes can be looked at
     refused: set[File] = field(default_factory=set)
     probes: dict[File, list[Witness]] = field(default_factory=dict)
     stubs: bool = True  # all probed libraries are our own: the probes may stay
@@ -246,7 +250,7 @@ class Watcher:
     # --- who is there -------------------------------------------------------------------------
 
     def _judge(self, watch: _Watch, holders: frozenset[int] | None) -> Watched:
-        mapped = watch.maps.of(self._pids(watch.subject))
+        mapped = watch.maps.of(self._pids(watch))
         unmapped: list[int] = []
         foreign: list[int] = []
         static: list[int] = []
@@ -267,14 +271,11 @@ class Watcher:
             static_pids=tuple(static),
         )
 
-    def _pids(self, subject: Subject) -> tuple[int, ...]:
-        if self._tree is None or not subject.cgroup:
+    def _pids(self, watch: _Watch) -> tuple[int, ...]:
+        if self._tree is None or not watch.subject.cgroup:
             return ()
-        try:
-            text = (self._tree / subject.cgroup / "cgroup.procs").read_text(encoding="ascii")
-        except OSError:
-            return ()
-        return tuple(int(line) for line in text.split() if line.isdigit() and line != "0")
+        found, watch.whole = pids_below(self._tree / watch.subject.cgroup, CGROUPS_MOST)
+        return tuple(sorted(found))
 
     @staticmethod
     def _has_open(pid: int, nodes: tuple[str, ...], holders: frozenset[int] | None) -> bool:
@@ -290,7 +291,7 @@ class Watcher:
         return False
 
     def _page_trouble(self, watch: _Watch) -> str:
-        """Return what is wrong with the page's file or with the interposer's, "" if nothing."""
+        """Return what is wrong with a tenant's page or the look at it, "" if nothing."""
         try:
             page = Path(watch.subject.page).stat(follow_symlinks=False)
         except OSError:
@@ -299,6 +300,15 @@ class Watcher:
             return "its page was replaced"
         if page.st_uid != watch.subject.owner or page.st_mode & 0o022:
             return "its page may be written by others"
+        if watch.tally is not None:
+            found = watch.tally.page.mend()  # each time, whatever is known already
+            watch.misshapen = watch.misshapen or found
+        if watch.misshapen:
+            return watch.misshapen
+        return self._gate_trouble() if watch.whole else "its processes cannot all be looked at"
+
+    def _gate_trouble(self) -> str:
+        """Return what is wrong with the interposer's file, "" if nothing."""
         try:
             gate = self._gate_path.stat()
         except OSError:
