@@ -264,7 +264,7 @@ def test_a_policy_is_kept_and_obeyed(share: Share) -> None:
     assert share.site.run("share", "policy", share.device).returncode == 0
     wait_for("its end", lambda: share.view().get("held") == "")
     share.grows("n")
-    for device, word in (("GPU-none", "no device GPU-none"), ("", "no device")):
+    for device, word in (("GPU-none", "GPU-none: no such device"), ("", "device")):
         refused = share.site.run("share", "policy", device, "--budget", "1")
         assert refused.returncode == 2
         assert word in refused.stderr
