@@ -90,3 +90,10 @@ def test_what_cannot_be_drained_is_one_line(site: Site) -> None:
     assert nothing.returncode == 1
     assert "no device, partition or hive of that name" in nothing.stderr
     assert nothing.stderr.count("\n") == 1
+    back = brain(site, "undrain", "one", "GPU-nowhere")
+    assert back.returncode == 1
+    assert "no device, partition or hive of that name" in back.stderr
+    assert brain(site, "nodes", "one").returncode == 0
+    none = brain(site, "nodes", "two")
+    assert none.returncode == 1
+    assert none.stderr.strip() == "alloy-brain: NOT_FOUND: node two: known are one"
