@@ -69,12 +69,12 @@ def test_a_node_is_drained_over_a_restart_and_back(root: Path) -> None:
             assert command(root, "undrain").stdout == "the node was not drained\n"
 
 
-def test_without_a_daemon_there_is_nothing_to_drain(root: Path) -> None:
+def test_without_a_daemon_a_drain_is_refused(root: Path) -> None:
     """One line with the cure."""
     (root / "agent.yaml").write_text(f"state_dir: {root}/state\nsocket_path: {root}/agent.sock\n")
     done = command(root, "drain")
     assert done.returncode == 2
-    assert "start `alloy-agent run`" in done.stderr
+    assert f"start it: alloy-agent --state-dir {root}/state run" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
