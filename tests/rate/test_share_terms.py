@@ -53,7 +53,7 @@ def test_a_budget_too_small_is_refused_at_every_door() -> None:
         join_reply(nobody, nobody, pb.BrainMessage(id="1", join=wish))
 
 
-@pytest.mark.parametrize("pid", [1, os.getpid()])
+@pytest.mark.parametrize("pid", [1, os.getpid()], ids=["init", "itself"])
 def test_the_daemon_takes_neither_init_nor_itself(pid: int) -> None:
     """They are refused before a node, a keeper or a cgroup is touched."""
     nobody = cast(Any, None)

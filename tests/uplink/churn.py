@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from alloy_agent.daemon import memory
 from tests.uplink.brains import Brain, serve, until
 from tests.uplink.conftest import Agent, settings
 
@@ -51,6 +52,7 @@ def resident_bytes() -> int:
 
 def agent(port: int, folder: Path, warm: int, streams: int) -> dict[str, float]:
     """Return what living through a number of streams did to this process."""
+    memory.one_arena()  # as the daemon does
     made = Agent(folder)
     uplink = made.dial(settings(port, reconnect_min_s=0.01, reconnect_max_s=0.05))
     began: tuple[int, int] = (0, 0)
