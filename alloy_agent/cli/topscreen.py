@@ -101,6 +101,9 @@ def opened(*, color: bool) -> Iterator[Any]:
     """
     import curses
 
+    if _real_size() is not None:  # what a parent has exported was its own, and outlives a resize
+        for name in ("LINES", "COLUMNS"):
+            os.environ.pop(name, None)
     window = curses.initscr()
     try:
         curses.noecho()
@@ -114,6 +117,15 @@ def opened(*, color: bool) -> Iterator[Any]:
         curses.echo()
         curses.nocbreak()
         curses.endwin()
+
+
+def _real_size() -> tuple[int, int] | None:
+    """Return lines and columns as the terminal itself says, or None where it does not know."""
+    try:
+        width, height = os.get_terminal_size(sys.stdout.fileno())
+    except OSError:
+        return None
+    return (height, width) if min(height, width) > 0 else None
 
 
 class Screen:
@@ -147,12 +159,10 @@ class Screen:
         """Take over the terminal's size, also where nobody told that it has another."""
         import curses
 
-        if "LINES" in os.environ or "COLUMNS" in os.environ:
-            return  # somebody has set it for good
-        with contextlib.suppress(OSError, curses.error):
-            width, height = os.get_terminal_size(sys.stdout.fileno())
-            if (height, width) != self.size and min(height, width) > 0:
-                curses.resizeterm(height, width)
+        real = _real_size()
+        if real is not None and real != self.size:
+            with contextlib.suppress(curses.error):
+                curses.resizeterm(*real)
 
     @property
     def settling(self) -> bool:
